@@ -132,7 +132,7 @@ class Data(Lenient):
     header_digest: Digest
     header_size: Bytes | None = None
     """Bytes that `headerDigest` covers, from 0 to the end of the flatbuffer (the header says it too)."""
-    crc64nvme: Crc | None = None
+    crc64nvme: Crc | None = Field(default=None, alias="crc64nvme")
     weight_set: Digest | None = None
     urls: tuple[str, ...] = Field(min_length=1)
     segment_base_offset: Bytes
@@ -253,7 +253,7 @@ def parse_manifest(data: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise VerificationFailed("the manifest is not JSON") from error
     version = raw.get("schemaVersion") if isinstance(raw, dict) else None
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise VerificationFailed(
             f"the manifest's schemaVersion is {version!r}; this version reads {SCHEMA_VERSION}",
             hint="Install a newer weightless.",
