@@ -41,8 +41,8 @@ def test_sizes(text: object, size: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [-1, "-1", "-1GiB", 1.5, float("nan"), float("inf"), "nan", "NaN", "1e9", "", "GiB", "8 gib", "8GiBs", True, None, [],
-     {}, MAX_SIZE + 1, "9" * 30, "٣GiB", "1_000"],
+    [-1, "-1", "-1GiB", 1.5, float("nan"), float("inf"), "nan", "NaN", "1e9", "", "GiB", "8 gib", "8GiBs", True, None,
+     [], {}, MAX_SIZE + 1, "9" * 30, "٣GiB", "1_000"],
 )  # fmt: skip
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(ValueError):
