@@ -1,0 +1,304 @@
+"""The CUDA back end: AOTInductor through ExecuTorch's CudaBackend, with phantom weights (low-memory-cuda.md).
+
+`plan` names the segments, `lower` compiles while they are sent, and at the end every constant that AOTInductor kept is
+matched with a planned segment by the identity of its stand-in. What it made itself is small and is appended. With
+`lowMemoryMode: false` nothing of upstream is replaced or configured: weights are loaded, and all segments come at the end.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from exporter.contract.errors import (
+    DiskFull,
+    GpuOutOfMemory,
+    HostOutOfMemory,
+    InternalError,
+    ToolchainMismatch,
+    UnsupportedModel,
+    WeightlessError,
+)
+from exporter.contract.manifest import Method
+from exporter.contract.segments import MAX_CHUNK, Chunk, Segment, SegmentName
+from exporter.contract.spec import Target
+from exporter.lowering.cpu import program_values
+from exporter.lowering.cuda_target import check_target, compile_specs, shared_memory_limit
+from exporter.lowering.phantom import ElsewhereData, HeldData, Phantoms, phantom_weights
+from exporter.lowering.ports import Lowered, Plan, Progress
+from exporter.lowering.preflight import check_operators
+from exporter.lowering.scratch import compile_folder
+from exporter.lowering.seams import check_seams
+from exporter.lowering.weights import WeightSet, collect_weights, fill_from_source, fill_outside
+from exporter.source.captured import Captured
+
+DATA_NAME = "aoti_cuda_blob.ptd"
+"""Upstream's name for the external data of a CUDA program, with the suffix that its writer adds."""
+_TAG = "aoti_cuda_blob"
+RESERVE_BYTES = 64 * 2**20
+"""Room in the part plan for constants that the compiler makes, beyond the tensors that stay real."""
+
+
+def storage_key(fqn: str) -> str:
+    """Upstream's key of a weight on the GPU (cuda_weight_collector._storage_key)."""
+    return f"cuda_fqn_weight:cuda:{fqn}"
+
+
+class CudaLowering:
+    """Lowers one export; `plan` and `lower` are called once each, with the same captured programs."""
+
+    def __init__(self, target: Target, *, compile_threads: int | None = None) -> None:
+        self._target = target
+        self._threads = compile_threads
+        self._weights: WeightSet | None = None
+
+    def preflight(self, captured: Captured) -> None:
+        """`ToolchainMismatch` for a target that this machine cannot serve, `UnsupportedModel` for missing operators."""
+        check_target(self._target)
+        if self._target.low_memory_mode:
+            check_seams()
+        for method, program in captured.programs.items():
+            check_operators(method, program, triton=self._target.triton_kernel_mode == "on")
+
+    def plan(self, captured: Captured) -> Plan:
+        """Every tensor of at least `PHANTOM_BYTES` that a graph uses; nothing with `lowMemoryMode: false`."""
+        if not self._target.low_memory_mode:
+            return Plan(DATA_NAME, "flat-tensor/fqn")
+        self._weights = collect_weights(captured)
+        segments = self._weights.segments(storage_key)
+        return Plan(DATA_NAME, "flat-tensor/fqn", segments, self._weights.small_bytes + RESERVE_BYTES)
+
+    def lower(self, captured: Captured, progress: Progress) -> Lowered:
+        """Compile every method. The programs' tables are changed in place and are of no further use."""
+        with _wrapped_errors():
+            if not self._target.low_memory_mode:
+                return self._lower_as_upstream(captured, progress)
+            if self._weights is None:
+                self.plan(captured)
+            assert self._weights is not None
+            return self._lower_with_phantoms(captured, self._weights, progress)
+
+    def _lower_with_phantoms(self, captured: Captured, weights: WeightSet, progress: Progress) -> Lowered:
+        phantoms = Phantoms(weights, on_method=_counter(captured, progress))
+        with ExitStack() as stack:
+            stack.enter_context(compile_folder())
+            stack.enter_context(phantom_weights(phantoms))
+            stack.enter_context(shared_memory_limit(self._target))
+            stack.enter_context(_inductor_settings(self._threads))
+            manager = self._compile(captured, lambda programs: fill_outside(programs, weights))
+        used, appended = _match(_external_entries(manager))
+        largest = phantoms.largest_kernel
+        details: dict[str, str | int] = {
+            "appendedBytes": sum(segment.size for segment in appended),
+            "largestKernel": largest.name,
+            "largestKernelWeightBytes": largest.weight_bytes,
+            "largestWeight": found.fqn if (found := weights.largest()) else "",
+            "largestWeightBytes": found.layout.nbytes if found else 0,
+            "gpuPeakAllocatedBytes": _gpu_peak(),
+        }
+        return _lowered(manager, captured, appended, used, details)
+
+    def _lower_as_upstream(self, captured: Captured, progress: Progress) -> Lowered:
+        fill_from_source(captured)
+        methods = list(captured.programs)
+        progress.step("compiling", methods[0], 0, len(methods))
+        with compile_folder(), shared_memory_limit(self._target):
+            manager = self._compile(captured, lambda programs: None)
+        progress.step("compiling", methods[-1], len(methods), len(methods))
+        entries = _external_entries(manager)
+        segments = [_appended(index, keys, data, alignment) for index, (keys, data, alignment) in enumerate(entries)]
+        return _lowered(manager, captured, segments, {}, {"gpuPeakAllocatedBytes": _gpu_peak()})
+
+    def _compile(self, captured: Captured, between: Callable[[Mapping[str, ExportedProgram]], None]) -> Any:
+        from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
+        from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+        from executorch.exir.passes import MemoryPlanningPass
+
+        programs = dict(captured.programs)
+        partitioner = {name: [CudaPartitioner(compile_specs(self._target, name))] for name in programs}
+        edge = to_edge_transform_and_lower(
+            programs,
+            partitioner=partitioner,
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+        )
+        between({name: edge.exported_program(name) for name in programs})
+        gc.collect()
+        planning = MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=captured.share_buffers)
+        return edge.to_executorch(
+            ExecutorchBackendConfig(
+                extract_delegate_segments=True, memory_planning_pass=planning, emit_mutable_buffer_names=True
+            )
+        )
+
+
+_Entry = tuple[list[str], Any, int]
+"""Keys, data (bytes or FileBackedData) and alignment of one buffer of upstream's named data."""
+
+
+def _external_entries(manager: Any) -> list[_Entry]:
+    """The buffers of the program's external data, in the order in which upstream would write them."""
+    external: Mapping[str, Mapping[str, Any]] = manager._named_data.external_data if manager._named_data else {}
+    if set(external) - {_TAG}:
+        raise InternalError(f"the program has external data under other names: {sorted(set(external) - {_TAG})}")
+    found: dict[int, _Entry] = {}
+    for key, entry in external.get(_TAG, {}).items():
+        keys, data, alignment = found.get(entry.buffer_index, ([], manager._named_data.buffers[entry.buffer_index], 1))
+        keys.append(key)
+        found[entry.buffer_index] = (keys, data, max(alignment, entry.alignment))
+    return list(found.values())
+
+
+def _match(entries: list[_Entry]) -> tuple[dict[str, list[str]], list[Segment]]:
+    used: dict[str, list[str]] = {}
+    appended = []
+    for index, (keys, data, alignment) in enumerate(entries):
+        if isinstance(data, ElsewhereData):
+            used.setdefault(data.weight.segment, []).extend(keys)
+        else:
+            appended.append(_appended(index, keys, data, alignment))
+    return used, appended
+
+
+def _appended(index: int, keys: list[str], data: Any, alignment: int) -> Segment:
+    layout = data.layout if isinstance(data, HeldData) else None
+    names = tuple(
+        SegmentName(
+            key=key,
+            fqn=_fqn_of(key),
+            dtype=layout.dtype_name if layout else None,
+            shape=layout.shape if layout else None,
+            strides=layout.strides if layout else None,
+        )
+        for key in keys
+    )
+    return Segment(names=names, size=len(data), read=lambda: _data_chunks(data), alignment=alignment)
+
+
+def _fqn_of(key: str) -> str | None:
+    prefix = storage_key("")
+    return key.removeprefix(prefix) if key.startswith(prefix) else None
+
+
+def _data_chunks(data: Any) -> Iterator[Chunk]:
+    """Pieces of bytes or of upstream's file-backed data, never the whole of a file."""
+    if isinstance(data, bytes):
+        yield from (memoryview(data)[start : start + MAX_CHUNK] for start in range(0, len(data), MAX_CHUNK))
+    elif isinstance(data, HeldData):
+        yield from _data_chunks(data.data)
+    else:
+        with open(data._path, "rb") as file:
+            while chunk := file.read(MAX_CHUNK):
+                yield chunk
+
+
+def _lowered(
+    manager: Any,
+    captured: Captured,
+    appended: list[Segment],
+    used: dict[str, list[str]],
+    details: dict[str, str | int],
+) -> Lowered:
+    cord = manager._pte_data
+
+    def program() -> Iterator[Chunk]:
+        for piece in cord._buffers:
+            yield from _data_chunks(piece)
+
+    return Lowered(
+        program=program,
+        program_size=len(cord),
+        methods=[_method(name, program) for name, program in captured.programs.items()],
+        appended=appended,
+        used=used,
+        needs_data=bool(appended or used),
+        details=details,
+    )
+
+
+def _method(name: str, program: ExportedProgram) -> Method:
+    inputs, outputs = program_values(program)
+    return Method(name=name, inputs=inputs, outputs=outputs, delegates=("CudaBackend",))
+
+
+def _counter(captured: Captured, progress: Progress) -> Callable[[], None]:
+    """Reports a method as started each time the back end moves a program to the device."""
+    methods = list(captured.programs)
+    state = {"done": 0}
+
+    def moved() -> None:
+        done = min(state["done"], len(methods) - 1)
+        progress.step("compiling", methods[done], done, len(methods))
+        state["done"] += 1
+
+    return moved
+
+
+@contextmanager
+def _inductor_settings(threads: int | None) -> Iterator[None]:
+    """What upstream's own exporters set: the wrapper only launches kernels and need not be optimised."""
+    from torch._inductor import config
+
+    settings: dict[str, object] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    if threads is not None:
+        settings["compile_threads"] = threads
+    with config.patch(settings):
+        yield
+
+
+def _gpu_peak() -> int:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+@contextmanager
+def _wrapped_errors() -> Iterator[None]:
+    """Foreign exceptions of a compile as errors of ours; what they said is kept as the cause."""
+    try:
+        yield
+    except WeightlessError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise GpuOutOfMemory(
+            f"the GPU ran out of memory while compiling: {_first_line(error)}",
+            stage="compiling",
+            peakBytes=_gpu_peak(),
+        ) from error
+    except MemoryError as error:
+        raise HostOutOfMemory("the host ran out of memory while compiling", stage="compiling") from error
+    except OSError as error:
+        if error.errno == 28:
+            raise DiskFull("no space is left for the compiler's files", stage="compiling") from error
+        raise InternalError(f"compiling failed: {_first_line(error)}", stage="compiling") from error
+    except Exception as error:
+        raise _classified(error) from error
+
+
+def _classified(error: Exception) -> WeightlessError:
+    text = str(error)
+    if "missing fallback kernels" in text:
+        operators = sorted(line.strip(" -") for line in text.splitlines() if line.lstrip().startswith("- "))
+        method = text.partition("Method ")[2].partition(" ")[0]
+        return UnsupportedModel(
+            f"method {method} needs {len(operators)} kernels that the CUDA runtime lacks: {', '.join(operators[:8])}",
+            stage="compiling",
+            method=method,
+            operators=operators,
+        )
+    if "No valid triton configs" in text or "shared memory" in text:
+        return ToolchainMismatch(
+            f"no kernel candidate fits the shared memory of the target: {_first_line(error)}",
+            hint="Raise target.sharedMemoryBytes, or leave it out.",
+            stage="compiling",
+        )
+    if "out of memory" in text and "CUDA" in text:
+        return GpuOutOfMemory(f"the GPU ran out of memory while compiling: {_first_line(error)}", stage="compiling")
+    return InternalError(f"compiling failed: {_first_line(error)}", stage="compiling")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

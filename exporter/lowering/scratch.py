@@ -1,0 +1,45 @@
+"""A folder of its own for everything that a compile writes: sources, headers, kernels, caches. Removed at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_VARIABLES = {"TMPDIR": "tmp", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+@contextmanager
+def compile_folder() -> Iterator[Path]:
+    """Point TMPDIR and the compilers' caches at a new folder below the current TMPDIR.
+
+    Inductor keeps precompiled headers (about 280 MB) under TMPDIR whatever its cache setting is, so TMPDIR is set too.
+    The compile workers inherit the variables; they are stopped before the folder is removed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="weightless-compile-"))
+    before = {name: os.environ.get(name) for name in _VARIABLES}
+    before_default = tempfile.tempdir
+    try:
+        for name, part in _VARIABLES.items():
+            (folder / part).mkdir()
+            os.environ[name] = str(folder / part)
+        tempfile.tempdir = None
+        yield folder
+    finally:
+        _stop_workers()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = before_default
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stop_workers() -> None:
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()
