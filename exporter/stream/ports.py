@@ -1,4 +1,4 @@
-"""What the weight stream needs of a store. Satisfied by every store in `exporter.store`."""
+"""What the weight stream needs of others: a store that takes parts, and somebody to tell."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class MultipartTarget(Protocol):
     def uri(self, key: str) -> str:
         """The object's URI, as manifests and events name it."""
 
-    def create_upload(self, key: str, *, media_type: str, metadata: Mapping[str, str]) -> Upload:
-        """Open a multipart upload."""
+    def create_upload(self, key: str, *, media_type: str, metadata: Mapping[str, str], part_size: int) -> Upload:
+        """Open a multipart upload. Every part but the last will have `part_size` bytes."""
 
     def upload_part(self, upload: Upload, number: int, body: memoryview, *, crc64nvme: str | None) -> Part:
         """Send part `number` (from 1); the store must refuse a body whose CRC differs, where it can."""
@@ -53,3 +53,19 @@ class MultipartTarget(Protocol):
 
     def head(self, key: str) -> StoredObject | None:
         """What is stored under `key`, None if nothing."""
+
+
+class StreamListener(Protocol):
+    """Who is told about an upload. `sent` comes from upload threads, one call at a time."""
+
+    def opened(self, upload: Upload, uri: str, part_size: int) -> None:
+        """A multipart upload exists; called before its first part, so that it can be recorded and later aborted."""
+
+    def completed(self, upload: Upload, uri: str, part_size: int) -> None:
+        """The object is there."""
+
+    def aborted(self, upload: Upload, uri: str, part_size: int) -> None:
+        """The parts were given back."""
+
+    def sent(self, done: int, total: int) -> None:
+        """`done` of about `total` bytes are in the store."""

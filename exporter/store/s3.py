@@ -1,0 +1,403 @@
+"""`s3://`: objects in a bucket of any S3-compatible store, spoken to by boto3.
+
+Bodies go out as they are, with plain headers: CRC64NVME where the store knows it, else Content-MD5. `checksums=auto`
+asks once and remembers. What a reply got lost for is resolved by looking.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import botocore.exceptions as bc
+
+from exporter.contract.errors import (
+    InvalidRequest,
+    NotFound,
+    StoreRejected,
+    StoreUnavailable,
+    WeightlessError,
+)
+from exporter.contract.objects import Capabilities, Part, StoredObject, Upload
+from exporter.contract.spec import StoreSpec
+from exporter.store import crc
+from exporter.store.keys import check_key, pack_metadata, relative_key
+from exporter.store.s3_body import as_body
+from exporter.store.s3_client import RetryPolicy, S3Client
+from exporter.store.s3_errors import code_of
+from exporter.store.s3_profiles import profile_for
+from exporter.store.s3_reads import BucketReads
+
+NONCE = "weightless-nonce"
+"""Metadata that says whose write an object is: how a lost reply is told from an older object."""
+MAX_PRESIGN = 7 * 24 * 3600
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_REFUSED_CHECKSUM = frozenset({400, 401, 403, 405, 411, 501})
+
+
+@dataclass(slots=True)
+class _Open:
+    """What this process knows of an upload that it opened."""
+
+    nonce: str | None = None
+    crc64nvme: bool = False
+    answered: bool = False
+
+
+class S3Store:
+    """A store below one prefix of one bucket. Calls are safe from several threads."""
+
+    def __init__(
+        self,
+        spec: StoreSpec,
+        *,
+        retry: RetryPolicy | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        read_timeout: float = 60,
+    ) -> None:
+        self._bucket, prefix = split_uri(spec.uri)
+        self._prefix = prefix + "/" if prefix else ""
+        self._base = f"s3://{self._bucket}/{self._prefix}"
+        self._spec = spec
+        self._profile = profile_for(spec.profile, spec.endpoint)
+        known = {"crc64nvme": True, "off": False, "auto": self._profile.crc64nvme}
+        self._crc = known[spec.checksums]
+        self._client = S3Client(spec, retry=retry, sleep=sleep, read_timeout=read_timeout)
+        self._reads = BucketReads(self._client, self._bucket)
+        self._lock = threading.Lock()
+        self._open: dict[str, _Open] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The profile's limits, and what was learned about checksums."""
+        return replace(self._profile.capabilities, crc64nvme=self._crc is not False)
+
+    @property
+    def retries(self) -> int:
+        """Requests that were sent again, in all."""
+        return self._client.retries
+
+    def uri(self, key: str) -> str:
+        """``s3://bucket/prefix/key``, the key as it is."""
+        return self._base + check_key(key)
+
+    def key_of(self, uri: str) -> str | None:
+        """The key of a URI below this bucket and prefix, else None."""
+        return relative_key(uri, self._base, quoted=False)
+
+    def _where(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
+
+    # --- multipart ---
+
+    def create_upload(self, key: str, *, media_type: str, metadata: Mapping[str, str], part_size: int) -> Upload:
+        """Open a multipart upload; the first one finds out whether the store knows CRC64NVME."""
+        nonce = uuid.uuid4().hex
+        parameters = {**self._where(key), **self._attributes(media_type, {**metadata, NONCE: nonce})}
+
+        def create(checksums: bool) -> Any:
+            extra = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"} if checksums else {}
+            return self._client.call("CreateMultipartUpload", self.uri(key), **parameters, **extra)
+
+        reply = self._with_checksums(create, lambda r: r.get("ChecksumAlgorithm") == "CRC64NVME")
+        identifier = reply.get("UploadId")
+        if not identifier:
+            raise StoreUnavailable(f"the store gave no upload id for {self.uri(key)}")
+        with self._lock:
+            self._open[identifier] = _Open(nonce, bool(self._crc))
+        return Upload(key, identifier, time.time())
+
+    def upload_part(self, upload: Upload, number: int, body: memoryview, *, crc64nvme: str | None) -> Part:
+        """Send a part, with its CRC64NVME or Content-MD5 in a plain header."""
+        known = self._known(upload)
+        headers: dict[str, Any] = {}
+        digest = b""
+        if known.crc64nvme:
+            crc64nvme = crc64nvme or crc.crc64nvme(body)
+            headers["ChecksumCRC64NVME"] = crc64nvme
+        else:
+            digest = crc.md5(body)
+            headers["ContentMD5"] = base64.b64encode(digest).decode("ascii")
+        parameters = {**self._where(upload.key), "UploadId": upload.id, "PartNumber": number, **headers}
+        doubts = 0
+
+        def send(client: Any) -> Any:
+            nonlocal doubts
+            reply = client.upload_part(Body=as_body(body), ContentLength=len(body), **parameters)
+            if not reply.get("ETag"):
+                raise bc.ResponseStreamingError(error="no ETag in the reply")
+            other = reply.get("ChecksumCRC64NVME", crc64nvme)
+            plain = str(reply["ETag"]).strip('"').lower()
+            if (known.crc64nvme and other != crc64nvme) or (digest and _is_md5(plain) and plain != digest.hex()):
+                # Damaged on the way, or an ETag that is no MD5 (encryption): sent again once to find out.
+                doubts += 1
+                if doubts == 1:
+                    raise bc.ChecksumError(checksum_type="part", expected_checksum="", actual_checksum="")
+                if known.crc64nvme:
+                    raise StoreRejected(f"the store holds other bytes than were sent for {self.uri(upload.key)}")
+            return reply
+
+        reply = self._client.attempt(
+            "UploadPart", self.uri(upload.key), send, stop=lambda error: self._waits_for_part_1(error, known, number)
+        )
+        known.answered = True
+        return Part(number, len(body), reply["ETag"], crc64nvme)
+
+    def _waits_for_part_1(self, error: Exception, known: _Open, number: int) -> WeightlessError | None:
+        """A gateway that takes parts in order never answers the first one, since part 1 (the header) comes last."""
+        if number == 1 or known.answered or not isinstance(error, bc.ReadTimeoutError):
+            return None
+        return StoreRejected(
+            f"the store did not answer part {number} while part 1 has not come; it seems to want parts in order",
+            hint="A streamed file's header is sent last. Use a store or gateway that takes parts in any order.",
+        )
+
+    def copy_part(self, upload: Upload, number: int, source_key: str, offset: int, length: int) -> Part:
+        """Make a part from a range of a stored object, inside the store."""
+        reply = self._client.call(
+            "UploadPartCopy",
+            self.uri(source_key),
+            **self._where(upload.key),
+            UploadId=upload.id,
+            PartNumber=number,
+            CopySource=self._where(source_key),
+            CopySourceRange=f"bytes={offset}-{offset + length - 1}",
+        )
+        result = reply.get("CopyPartResult") or {}
+        if not result.get("ETag"):
+            raise StoreUnavailable(f"the store did not say that it copied {self.uri(source_key)}")
+        return Part(number, length, result["ETag"], result.get("ChecksumCRC64NVME"))
+
+    def list_parts(self, upload: Upload) -> Sequence[Part]:
+        """The parts held, in order, over all pages."""
+        return self._reads.parts(self._where(upload.key)["Key"], upload.id)
+
+    def complete_upload(self, upload: Upload, parts: Sequence[Part], *, crc64nvme: str | None) -> StoredObject:
+        """Join the parts, then look: a lost reply is a success only if the object is the one just made."""
+        known = self._known(upload)
+        place = self.uri(upload.key)
+        listed = [{"PartNumber": part.number, "ETag": part.etag, **_part_crc(part, known)} for part in parts]
+        extra: dict[str, Any] = {}
+        if known.crc64nvme and crc64nvme:
+            extra = {"ChecksumCRC64NVME": crc64nvme, "ChecksumType": "FULL_OBJECT"}
+        unsure = False
+
+        def complete(client: Any) -> None:
+            nonlocal unsure
+            if unsure and self._is_ours(upload, known, parts, crc64nvme):
+                return
+            try:
+                client.complete_multipart_upload(
+                    **self._where(upload.key), UploadId=upload.id, MultipartUpload={"Parts": listed}, **extra
+                )
+            except bc.ClientError as error:
+                if code_of(error) == "NoSuchUpload" and self._is_ours(upload, known, parts, crc64nvme):
+                    return
+                unsure = True
+                raise
+            except Exception:
+                unsure = True
+                raise
+
+        try:
+            self._client.attempt("CompleteMultipartUpload", place, complete)
+        except StoreUnavailable:
+            if not self._is_ours(upload, known, parts, crc64nvme):
+                raise
+        stored = self.head(upload.key)
+        size = sum(part.size for part in parts)
+        if stored is None or stored.size != size:
+            raise StoreUnavailable(f"{place} is not the object of {size} bytes that was just completed")
+        with self._lock:
+            self._open.pop(upload.id, None)
+        return stored
+
+    def _is_ours(self, upload: Upload, known: _Open, parts: Sequence[Part], crc64nvme: str | None) -> bool:
+        """Whether the object under the key came from this upload: by our mark, else by CRC, else by its ETag."""
+        found = self._head(upload.key)
+        if found is None or found.size != sum(part.size for part in parts):
+            return False
+        mark = found.metadata.get(NONCE)
+        if known.nonce is not None and mark is not None:
+            return mark == known.nonce
+        if crc64nvme is not None and found.crc64nvme is not None:
+            return found.crc64nvme == crc64nvme
+        return found.etag is not None and found.etag.strip('"') == _multipart_etag(parts)
+
+    def abort_upload(self, upload: Upload) -> None:
+        """Give the parts back; no error if the upload is gone already."""
+        try:
+            self._client.call(
+                "AbortMultipartUpload", self.uri(upload.key), **self._where(upload.key), UploadId=upload.id
+            )
+        except NotFound:
+            pass
+        except StoreRejected as error:
+            if error.details.get("code") != "NoSuchUpload" and error.details.get("status") != 404:
+                raise
+        with self._lock:
+            self._open.pop(upload.id, None)
+
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        """Open uploads below `prefix`, over all pages."""
+        start = self._prefix + check_key(prefix, prefix=True)
+        for upload in self._reads.uploads(start):
+            yield replace(upload, key=upload.key[len(self._prefix) :])
+
+    # --- whole objects ---
+
+    def put(
+        self,
+        key: str,
+        body: bytes | memoryview,
+        *,
+        media_type: str,
+        metadata: Mapping[str, str] | None = None,
+        if_absent: bool = False,
+    ) -> StoredObject | None:
+        """Write an object at once. With `if_absent`, one of several writers wins, and the others get None."""
+        if if_absent and not self.capabilities.conditional_put and self.head(key) is not None:
+            return None
+        nonce = uuid.uuid4().hex
+        parameters: dict[str, Any] = {
+            **self._where(key),
+            **self._attributes(media_type, {**(metadata or {}), NONCE: nonce}),
+            "ContentLength": len(body),
+        }
+        if if_absent and self.capabilities.conditional_put:
+            parameters["IfNoneMatch"] = "*"
+        view = memoryview(body)
+        checksum = crc.crc64nvme(view)
+
+        def send(checksums: bool) -> Any:
+            extra: dict[str, str] = {"ChecksumCRC64NVME": checksum} if checksums else {}
+            if self._crc is not True or not checksums:
+                extra["ContentMD5"] = base64.b64encode(crc.md5(view)).decode("ascii")
+            return self._client.attempt(
+                "PutObject", self.uri(key), lambda client: client.put_object(Body=as_body(view), **parameters, **extra)
+            )
+
+        try:
+            reply = self._with_checksums(send, lambda r: r.get("ChecksumCRC64NVME") == checksum)
+        except StoreRejected as error:
+            if not if_absent or error.details.get("status") != 412:
+                raise
+            # The reply to our own write may have been lost, and its retry refused.
+            found = self._head(key)
+            return _without_mark(found) if found is not None and found.metadata.get(NONCE) == nonce else None
+        return StoredObject(
+            key, len(body), reply.get("ETag"), reply.get("ChecksumCRC64NVME"), time.time(), dict(metadata or {})
+        )
+
+    def delete(self, key: str) -> None:
+        """Remove an object; no error if it is gone already."""
+        try:
+            self._client.call("DeleteObject", self.uri(key), **self._where(key))
+        except NotFound:
+            return
+
+    def head(self, key: str) -> StoredObject | None:
+        """What is stored under `key`."""
+        found = self._head(key)
+        return None if found is None else _without_mark(found)
+
+    def _head(self, key: str) -> StoredObject | None:
+        found = self._reads.head(self._where(key)["Key"])
+        return None if found is None else replace(found, key=key)
+
+    def read(self, key: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, in one ranged request."""
+        buffer = bytearray(length)
+        with memoryview(buffer) as view:
+            self.read_into(key, offset, view)
+        return bytes(buffer)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`, in one ranged request."""
+        self._reads.read_into(self._where(key)["Key"], offset, buffer)
+
+    def list(self, prefix: str) -> Iterator[StoredObject]:
+        """Every object whose key starts with `prefix`, over all pages."""
+        for item in self._reads.list(self._prefix + check_key(prefix, prefix=True)):
+            yield replace(item, key=item.key[len(self._prefix) :])
+
+    def presign(self, key: str, expires_in: int) -> str:
+        """A URL that reads `key` for `expires_in` seconds (at most seven days) without credentials."""
+        if not 1 <= expires_in <= MAX_PRESIGN:
+            raise InvalidRequest(f"a link lives between 1 and {MAX_PRESIGN} seconds")
+        return self._client.attempt(
+            "the signing",
+            self.uri(key),
+            lambda client: str(
+                client.generate_presigned_url("get_object", Params=self._where(key), ExpiresIn=expires_in)
+            ),
+        )
+
+    # --- what goes with a write ---
+
+    def _attributes(self, media_type: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+        extra: dict[str, Any] = {"ContentType": media_type, "Metadata": pack_metadata(metadata)}
+        if self._spec.kms_key_id:
+            extra |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self._spec.kms_key_id}
+        if self._spec.storage_class:
+            extra["StorageClass"] = self._spec.storage_class
+        return extra
+
+    def _with_checksums(self, send: Callable[[bool], Any], confirmed: Callable[[Any], bool]) -> Any:
+        """`send` with checksum headers where they are known or not known to be refused; remembers what came of it."""
+        crc_known = self._crc
+        if crc_known is not None:
+            return send(crc_known)
+        try:
+            reply = send(True)
+        except StoreRejected as error:
+            if error.details.get("status") not in _REFUSED_CHECKSUM:
+                raise
+            reply = send(False)
+            self._crc = False
+            return reply
+        # A store that ignores the headers does not repeat them: it gets Content-MD5 from now on.
+        self._crc = confirmed(reply)
+        return reply
+
+    def _known(self, upload: Upload) -> _Open:
+        with self._lock:
+            return self._open.setdefault(upload.id, _Open())
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """Bucket and prefix (without slashes at its ends) of an ``s3://`` URI."""
+    rest = uri.removeprefix("s3://")
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    if rest == uri or not _BUCKET.fullmatch(bucket):
+        raise InvalidRequest("an S3 store's URI is s3://bucket/prefix")
+    return bucket, check_key(prefix) if prefix else ""
+
+
+def _without_mark(item: StoredObject) -> StoredObject:
+    return replace(item, metadata={name: value for name, value in item.metadata.items() if name != NONCE})
+
+
+def _is_md5(text: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{32}", text) is not None
+
+
+def _part_crc(part: Part, known: _Open) -> dict[str, str]:
+    return {"ChecksumCRC64NVME": part.crc64nvme} if known.crc64nvme and part.crc64nvme else {}
+
+
+def _multipart_etag(parts: Sequence[Part]) -> str | None:
+    """What S3 names a multipart object whose parts' ETags are their MD5s."""
+    plain = [part.etag.strip('"').lower() for part in parts]
+    if not all(_is_md5(etag) for etag in plain):
+        return None
+    joined = b"".join(bytes.fromhex(etag) for etag in plain)
+    return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"
