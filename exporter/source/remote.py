@@ -1,0 +1,104 @@
+"""Objects of a bucket as a source: every read is a ranged request, nothing is written to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from exporter.contract.errors import SourceNotFound, SourceUnsafe
+from exporter.source.ports import ObjectReads
+
+MAX_FILES = 100_000
+"""Most objects that one source may list."""
+
+
+class ObjectReader:
+    """One object. Satisfies `RangeReader`; as safe from several threads as the store is."""
+
+    def __init__(self, objects: ObjectReads, key: str, size: int) -> None:
+        self._objects = objects
+        self._key = key
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """Bytes of the object when the source was resolved."""
+        return self._size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`; `SourceUnsafe` past the end or if the store gives fewer."""
+        if offset < 0 or length < 0 or offset + length > self._size:
+            raise SourceUnsafe(f"{self._key} ends at byte {self._size}, before {offset + length}.", offset=offset)
+        if not length:
+            return b""
+        data = self._objects.read(self._key, offset, length)
+        if len(data) != length:
+            raise SourceUnsafe(f"{self._key} gave {len(data)} bytes instead of {length}.", offset=offset)
+        return data
+
+    def chunks(self, offset: int, length: int, chunk_size: int) -> Iterator[bytes]:
+        """The same bytes in pieces of at most `chunk_size`, one request each."""
+        while length:
+            piece = self.read(offset, min(length, chunk_size))
+            yield piece
+            offset += len(piece)
+            length -= len(piece)
+
+    def close(self) -> None:
+        """Nothing is held between requests."""
+
+
+class ObjectTree:
+    """An object, or all objects under a prefix taken as a folder. Satisfies `SourceTree`."""
+
+    def __init__(self, uri: str, key: str, objects: ObjectReads) -> None:
+        """`key` has no slash at either end. `SourceNotFound` if there is nothing."""
+        self._uri = uri
+        self._objects = objects
+        self._files = _single(key, objects) or _listed(key, objects)
+        if not self._files:
+            raise SourceNotFound(f"There is nothing at {uri}.", source=uri)
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    @property
+    def revision(self) -> str | None:
+        return None
+
+    def files(self) -> Mapping[str, int]:
+        """Relative names and sizes, as they were when the source was resolved."""
+        return {name: size for name, (_, size) in self._files.items()}
+
+    def open(self, name: str) -> ObjectReader:
+        """Open a file of `files()`; no request is made before the first read."""
+        if name not in self._files:
+            raise SourceNotFound(f"The source has no file {name}.", file=name)
+        key, size = self._files[name]
+        return ObjectReader(self._objects, key, size)
+
+    def local_path(self, name: str) -> str | None:
+        """None: an object has no path."""
+        return None
+
+
+def _single(key: str, objects: ObjectReads) -> dict[str, tuple[str, int]]:
+    if not key:
+        return {}
+    try:
+        return {key.rpartition("/")[2]: (key, objects.size(key))}
+    except SourceNotFound:
+        return {}
+
+
+def _listed(key: str, objects: ObjectReads) -> dict[str, tuple[str, int]]:
+    prefix = f"{key}/" if key else ""
+    found: dict[str, tuple[str, int]] = {}
+    for full, size in objects.list(prefix):
+        name = full[len(prefix) :]
+        if not full.startswith(prefix) or any(part in ("", ".", "..") for part in name.split("/")):
+            continue
+        found[name] = (full, size)
+        if len(found) > MAX_FILES:
+            raise SourceUnsafe(f"The source has more than {MAX_FILES} objects.", hint="Name a narrower prefix.")
+    return found
