@@ -1,4 +1,4 @@
-"""The pictures that a page shows: memory over time with stages and budgets, stages as bars, and a badge. SVG without scripts.
+"""The pictures that a page shows: memory over time with stages and budgets, and a badge. SVG without scripts.
 
 `memory_svg` is made with pygal; stage bands and budget lines are laid under its curves. The picture carries one style
 element (both colour schemes); `style_hash` gives the CSP source that allows exactly that.

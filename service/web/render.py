@@ -1,7 +1,6 @@
-"""HTML of the status pages. In: exports as the API returns them, and what their events say. Out: text, fully escaped.
+"""HTML of the status pages. In: exports as the API returns them, and their events. Out: text, fully escaped.
 
-Autoescaping is on for every template and nothing is marked safe. The pages need no inline script or style: `CSP` forbids
-both.
+Autoescaping is on for every template and nothing is marked safe; `CSP` forbids inline scripts and styles.
 """
 
 from __future__ import annotations
@@ -92,14 +91,19 @@ class ListPage:
 
 @dataclass(frozen=True, slots=True)
 class ExportPage:
-    """What the page of one export shows; `manifest` is None before the end, or where it is too large for a page."""
+    """What the page of one export shows.
+
+    `manifest` is None before the end, or where it is too large for a page; `sampled` says whether there is a memory
+    chart, and `picture` changes whenever it does.
+    """
 
     export: Mapping[str, Any]
     timeline: Timeline
+    sampled: bool
     warnings: Sequence[Mapping[str, Any]]
     manifest: Manifest | None
     log: str
-    last_event: int
+    picture: int
     now: datetime
 
 
