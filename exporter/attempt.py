@@ -1,0 +1,146 @@
+"""What one attempt writes into the store, in the order that makes the manifest the commit, and how to take it away."""
+
+from __future__ import annotations
+
+import hashlib
+import mimetypes
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+
+from exporter.contract.errors import IllegalState, NotFound, StoreUnavailable, WeightlessError
+from exporter.contract.manifest import MAX_MANIFEST, MEDIA_TYPE, PTE_MEDIA_TYPE, File, Program, parse_manifest
+from exporter.contract.segments import Chunk
+from exporter.contract.spec import ExportSpec
+from exporter.lowering.ports import Lowered
+from exporter.ports import Store
+from exporter.source.captured import Captured
+from exporter.stream.multipart import WeightStream
+
+
+class Keys:
+    """Where an attempt writes. Only the manifest's key is shared by attempts."""
+
+    def __init__(self, spec: ExportSpec) -> None:
+        self._attempt = str(spec.attempt)
+        self._home = f"exports/{spec.id}"
+        self._weights = f"weights/{spec.id}-{spec.attempt}"
+        self.manifest = f"{self._home}/manifest.json"
+
+    def data(self, name: str) -> str:
+        """The key of a data file."""
+        return f"{self._weights}/{name}"
+
+    def absolute(self, relative: str) -> str:
+        """The key of a URL that is relative to the manifest."""
+        return f"{self._home}/{relative}"
+
+    def program(self) -> str:
+        """The program, relative to the manifest."""
+        return f"{self._attempt}/model.pte"
+
+    def file(self, name: str) -> str:
+        """A further file, relative to the manifest."""
+        return f"{self._attempt}/files/{name}"
+
+
+class Rollback:
+    """What an attempt has in the store before its commit, and how to take it away: once, from whichever thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._keys: list[str] = []
+        self._streams: list[WeightStream] = []
+        self._lock = threading.Lock()
+        self._committed = False
+        self.started = False
+        """Whether anything was taken away: what still runs for the attempt fails because of that."""
+
+    def of_stream(self, stream: WeightStream, key: str) -> WeightStream:
+        """Remember a stream: it is aborted, and what it may have completed is deleted."""
+        self._streams.append(stream)
+        self._keys.append(key)
+        return stream
+
+    def of_key(self, key: str) -> None:
+        """Remember an object, before it is written."""
+        self._keys.append(key)
+
+    def committed(self) -> None:
+        """The manifest is there, or may be: nothing is taken away any more."""
+        self._committed = True
+
+    def run(self) -> None:
+        """Take everything away. Errors of the store are swallowed: the reaper and gc find what is left."""
+        with self._lock:
+            if self._committed:
+                return
+            self.started = True
+            while self._streams:
+                with suppress(WeightlessError):
+                    self._streams.pop().abort()
+            while self._keys:
+                with suppress(WeightlessError):
+                    self._store.delete(self._keys.pop())
+
+
+def put_program(store: Store, rollback: Rollback, keys: Keys, lowered: Lowered) -> Program:
+    """Store the program. It holds no weights: code, constants of a few bytes, and compiled kernels."""
+    url = keys.program()
+    size, sha256 = _put(store, rollback, keys.absolute(url), lowered.program(), PTE_MEDIA_TYPE)
+    return Program(
+        name="model.pte",
+        media_type=PTE_MEDIA_TYPE,
+        digest=sha256,
+        size=size,
+        urls=(url,),
+        methods=tuple(lowered.methods),
+    )
+
+
+def put_files(store: Store, rollback: Rollback, keys: Keys, captured: Captured) -> tuple[File, ...]:
+    """Store the tokenizer and configuration files."""
+    files = []
+    for name, read in sorted(captured.files.items()):
+        media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        size, sha256 = _put(store, rollback, keys.absolute(keys.file(name)), read(), media_type)
+        files.append(File(name=name, media_type=media_type, digest=sha256, size=size, urls=(keys.file(name),)))
+    return tuple(files)
+
+
+def _put(store: Store, rollback: Rollback, key: str, chunks: Iterable[Chunk], media_type: str) -> tuple[int, str]:
+    body = b"".join(chunks)
+    rollback.of_key(key)
+    store.put(key, body, media_type=media_type)
+    return len(body), f"sha256:{hashlib.sha256(body).hexdigest()}"
+
+
+def commit(store: Store, rollback: Rollback, keys: Keys, content: bytes, spec: ExportSpec) -> None:
+    """Write the manifest unless there is one. `IllegalState` where another attempt has committed.
+
+    A lost reply is settled by reading: the manifest is ours if its export and attempt are. Where even that fails, what
+    was written stays, since a manifest may point at it.
+    """
+    try:
+        if store.put(keys.manifest, content, media_type=MEDIA_TYPE, if_absent=True) is not None:
+            rollback.committed()
+            return
+    except StoreUnavailable:
+        rollback.committed()
+        if not _is_ours(store, keys, spec):
+            raise
+        return
+    if not _is_ours(store, keys, spec):
+        raise IllegalState("another attempt has committed this export", hint="Its manifest is the one that counts.")
+    rollback.committed()
+
+
+def _is_ours(store: Store, keys: Keys, spec: ExportSpec) -> bool:
+    try:
+        found = store.head(keys.manifest)
+        if found is None:
+            return False
+        stored = parse_manifest(store.read(keys.manifest, 0, min(found.size, MAX_MANIFEST)))
+    except NotFound:
+        return False
+    return (stored.export.id, stored.export.attempt) == (spec.id, spec.attempt)

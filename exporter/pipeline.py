@@ -1,0 +1,202 @@
+"""One export, from its spec to its committed manifest.
+
+`export` is the whole story. What it needs is given to it (`Parts`); what it leaves in the store before the manifest is
+remembered by a `Rollback` and taken away again if anything fails. Writing `manifest.json` with `If-None-Match: *` is
+the commit: before it nothing is visible, after it everything is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from exporter.attempt import Keys, Rollback, commit, put_files, put_program
+from exporter.check.ports import StoredArtifact
+from exporter.contract.errors import WeightlessError
+from exporter.contract.events import EventLog
+from exporter.contract.manifest import (
+    Data,
+    ExportInfo,
+    Manifest,
+    Program,
+    Resources,
+    Source,
+    Toolchain,
+    Verification,
+    digest,
+)
+from exporter.contract.spec import ExportSpec
+from exporter.lowering.ports import Lowered, Lowering, Plan
+from exporter.ports import Check, Interruption, Meter, Store
+from exporter.reporting import Stages, UploadEvents
+from exporter.source.captured import Captured
+from exporter.source.ports import SourceTree
+from exporter.stream.multipart import WeightStream
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The concrete parts of one export, built by the program's entry point."""
+
+    store: Store
+    resolve: Callable[[str], SourceTree]
+    capture: Callable[[SourceTree], Captured]
+    lowering: Lowering
+    check: Check | None
+    events: EventLog
+    stages: Stages
+    meter: Meter
+    interruption: Interruption
+    rollback: Rollback
+    toolchain: Toolchain
+
+
+def export(spec: ExportSpec, parts: Parts) -> None:
+    """Run one export to its `finished` event. Raises what stopped it, with nothing left in the store."""
+    try:
+        manifest, content = _export(spec, parts)
+    except BaseException:
+        with parts.interruption.shield():
+            parts.rollback.run()
+        raise
+    parts.events.emit(
+        "finished",
+        manifest_uri=parts.store.uri(Keys(spec).manifest),
+        manifest_digest=digest(content),
+        bytes_uploaded=manifest.resources.bytes_uploaded,
+        bytes_reused=manifest.resources.bytes_reused,
+    )
+
+
+def _export(spec: ExportSpec, parts: Parts) -> tuple[Manifest, bytes]:
+    keys, stages, store, rollback = Keys(spec), parts.stages, parts.store, parts.rollback
+
+    with stages.during("resolving"):
+        tree = parts.resolve(spec.request.source)
+
+    with stages.during("capturing"):
+        captured = parts.capture(tree)
+        if parts.check is not None:
+            parts.check.prepare(captured)
+
+    with stages.during("compiling"):
+        parts.lowering.preflight(captured)
+        plan = parts.lowering.plan(captured)
+        stream = rollback.of_stream(weight_stream(spec, parts, keys.data(plan.name)), keys.data(plan.name))
+        ahead = SendAhead(stream, plan, parts)
+        lowered = parts.lowering.lower(captured, stages)
+
+    with stages.during("uploading"):
+        data = finish_data(stream, plan, lowered, ahead)
+
+    with stages.spanning("committing"):
+        with parts.meter.stage("committing"):
+            program = put_program(store, rollback, keys, lowered)
+            files = put_files(store, rollback, keys, captured)
+
+        with stages.during("verifying"):
+            verification = verify(parts.check, program, keys, plan, data, lowered)
+
+        with parts.meter.stage("committing"), parts.interruption.shield():
+            manifest = Manifest(
+                export=describe_export(spec, tree),
+                program=program,
+                data=data,
+                files=files,
+                toolchain=parts.toolchain,
+                resources=with_stream(parts.meter.resources(), stream),
+                verification=verification,
+            )
+            content = manifest.canonical()
+            commit(store, rollback, keys, content, spec)
+    return manifest, content
+
+
+def weight_stream(spec: ExportSpec, parts: Parts, key: str) -> WeightStream:
+    """The stream of a data file, with the spec's limits, telling the events of its upload."""
+    return WeightStream(
+        parts.store,
+        key,
+        part_size=spec.store.part_size,
+        max_buffer=spec.store.max_buffer,
+        listener=UploadEvents(parts.events),
+        metadata={"weightless-export": spec.id, "weightless-attempt": str(spec.attempt)},
+    )
+
+
+class SendAhead:
+    """Sends the planned segments in a thread while the compile runs; a failure stops the export at once."""
+
+    def __init__(self, stream: WeightStream, plan: Plan, parts: Parts) -> None:
+        self._stream = stream
+        self._plan = plan
+        self._parts = parts
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if plan.segments:
+            stream.open(plan.segments, plan.reserve)
+            parts.stages.start("uploading")
+            self._thread = threading.Thread(target=self._send, name="send-ahead", daemon=True)
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait until all planned segments are sent; raises what stopped them."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _send(self) -> None:
+        try:
+            self._stream.send(self._plan.segments)
+        except BaseException as error:
+            self._error = error
+            if isinstance(error, WeightlessError) and not self._parts.rollback.started:
+                self._parts.interruption.request(error)
+
+
+def finish_data(stream: WeightStream, plan: Plan, lowered: Lowered, ahead: SendAhead) -> tuple[Data, ...]:
+    """Send what the compiler made, then the header. No data file where the program needs none and nothing was sent."""
+    ahead.join()
+    if not plan.segments:
+        if not lowered.appended:
+            return ()
+        stream.open(lowered.appended)
+    stream.send(lowered.appended)
+    return (stream.finish(name=plan.name, layout=plan.layout, used=lowered.used),)
+
+
+def verify(
+    check: Check | None, program: Program, keys: Keys, plan: Plan, data: Sequence[Data], lowered: Lowered
+) -> tuple[Verification, ...]:
+    """Run the check on what is stored now; without one, say so for each method."""
+    if check is None:
+        return tuple(Verification(method=m.name, status="skipped", reason="not asked for") for m in lowered.methods)
+    stored = [(keys.data(plan.name), item) for item in data]
+    return tuple(check.verify(StoredArtifact(program, keys.absolute(program.urls[0]), stored)))
+
+
+def with_stream(resources: Resources, stream: WeightStream) -> Resources:
+    """The resources with what the stream moved."""
+    return resources.model_copy(
+        update={
+            "bytes_uploaded": stream.bytes_sent,
+            "unused_bytes": stream.unused_bytes,
+            "duplicate_bytes": stream.duplicate_bytes,
+        }
+    )
+
+
+def describe_export(spec: ExportSpec, tree: SourceTree) -> ExportInfo:
+    """The manifest's `export`: the pinned source, the target, the options as they were given."""
+    sizes = list(tree.files().values())
+    return ExportInfo(
+        id=spec.id,
+        attempt=spec.attempt,
+        recipe=spec.request.recipe,
+        created_at=spec.created_at,
+        source=Source(uri=tree.uri, revision=tree.revision, size=sizes[0] if len(sizes) == 1 else None),
+        target=spec.request.target.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        options=spec.request.options,
+    )
