@@ -34,3 +34,13 @@ class ArtifactStore(Protocol):
 
     def abort_upload(self, upload: Upload) -> None:
         """Give an upload's parts back; no error if it is gone already."""
+
+
+class LogSource(Protocol):
+    """The exporters' logs, wherever their executor keeps them."""
+
+    def read(self, export_id: str, attempt: int, offset: int, length: int) -> bytes | None:
+        """At most `length` bytes of an attempt's log from `offset`, empty at its end; None where there is no log."""
+
+    def remove(self, export_id: str) -> None:
+        """Forget every attempt's log; no error if there is none."""

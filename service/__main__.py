@@ -1,0 +1,156 @@
+"""Builds the concrete parts and serves: `python -m service`, and `weightless serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import structlog
+import uvicorn
+
+from exporter.contract.errors import WeightlessError
+from exporter.store.open import open_store
+from service.app import Parts, create_app
+from service.auth import Authenticator
+from service.database import Database
+from service.executor_table import ExecutorTable
+from service.executors.base import Executor
+from service.executors.local import COMMAND, LocalExecutor, LocalLogs
+from service.job_queue import JobQueue
+from service.job_store import JobStore
+from service.logging_setup import configure_logging
+from service.metrics import Metrics
+from service.policy import load_policy
+from service.scheduler import Scheduler, Timing
+from service.settings import Settings, load_settings
+from service.tokens import TokenTable
+
+log = structlog.get_logger("service")
+
+STREAM_SECONDS = 2
+"""How long a stop waits for open answers; event streams end by themselves before that."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which also ends event streams as soon as it is told to stop: otherwise they would keep it."""
+
+    def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """End streams, then stop as uvicorn does."""
+        self._stopping()
+        await super().shutdown(sockets)  # type: ignore[arg-type]
+
+
+def build(settings: Settings, *, command: Sequence[str] = COMMAND) -> tuple[Parts, Scheduler, Database]:
+    """The parts of a service, connected; the database is brought up to date first."""
+    settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    database = Database(settings.sqlalchemy_url)
+    executor = _executor(settings, command)
+    database.migrate()
+    store = open_store(settings.store_spec())
+    table, jobs = ExecutorTable(database), JobStore(database)
+    scheduler = Scheduler(
+        queue=JobQueue(database),
+        table=table,
+        executor=executor,
+        store=store,
+        store_spec=settings.store_spec,
+        sources=settings.source_policy,
+        timing=Timing(lease=float(settings.lease_seconds)),
+    )
+    parts = Parts(
+        settings=settings,
+        jobs=jobs,
+        executors=table,
+        store=store,
+        authenticator=_authenticator(settings, database),
+        policy=load_policy(settings.policy),
+        logs=LocalLogs(settings.data_dir),
+        metrics=Metrics(jobs, table),
+        background=_background(scheduler, executor, settings),
+    )
+    return parts, scheduler, database
+
+
+def _executor(settings: Settings, command: Sequence[str]) -> Executor:
+    return LocalExecutor(settings.data_dir, slots=settings.slots, command=command)
+
+
+def _authenticator(settings: Settings, database: Database) -> Authenticator:
+    return Authenticator(
+        anonymous="none" in settings.auth,
+        tokens=TokenTable(database) if "token" in settings.auth else None,
+    )
+
+
+def _background(
+    scheduler: Scheduler, executor: Executor, settings: Settings
+) -> Callable[[], AbstractAsyncContextManager[None]]:
+    """The scheduler's thread, for as long as the app lives; at the end it drains where attempts could not go on."""
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[None]:
+        thread = threading.Thread(target=scheduler.run, name="scheduler", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            scheduler.drain()
+            if not executor.reattachable:
+                await _drained(scheduler, settings.drain_seconds)
+            scheduler.stop()
+            await asyncio.to_thread(thread.join, 2.0)
+
+    return running
+
+
+async def _drained(scheduler: Scheduler, seconds: int) -> None:
+    log.info("waiting for running exports", busy=scheduler.busy, seconds=seconds)
+    for _ in range(seconds * 5):
+        if scheduler.busy == 0:
+            return
+        await asyncio.sleep(0.2)
+
+
+def serve(settings: Settings, *, command: Sequence[str] = COMMAND) -> None:
+    """Serve until told to stop (SIGTERM, SIGINT)."""
+    configure_logging(settings.log_level)
+    parts, _, database = build(settings, command=command)
+    app = create_app(parts)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=STREAM_SECONDS,
+        proxy_headers=False,
+    )
+    log.info("serving", url=settings.base_url, store=settings.store_uri, auth=",".join(settings.auth))
+    try:
+        Server(config, app.state.feed.stop).run()
+    finally:
+        database.dispose()
+
+
+def main() -> int:
+    """Exit status 0 after a stop, 2 for settings that are wrong."""
+    try:
+        serve(load_settings())
+    except WeightlessError as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        if error.hint:
+            sys.stderr.write(f"hint: {error.hint}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
