@@ -82,7 +82,8 @@ def login_hint(environment: Mapping[str, str]) -> str | None:
     if from_fork(environment):
         return (
             "This pull request comes from a fork, and GitHub gives workflows of forks no OIDC token. "
-            "Export after the merge, or from a workflow_run or workflow_dispatch of this repository; see docs.github.com, OpenID Connect."
+            "Export after the merge, or from a workflow_run or workflow_dispatch of this repository; "
+            "see docs.github.com, OpenID Connect."
         )
     return "The job has no OIDC token: give it `permissions: id-token: write` in the workflow file."
 

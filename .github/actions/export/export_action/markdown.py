@@ -1,4 +1,4 @@
-"""Markdown that holds other people's text, escaped as character references: no Markdown parser takes them for markup."""
+"""Markdown that holds other people's text: escaped as character references, which are never taken for markup."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How a step speaks to the GitHub Actions runner: commands on standard output, values in files.
 
 A runner executes ``::command::`` and ``##[command]`` wherever they appear in a step's output, and names, logs and
-errors are other people's text. So everything that is printed stands between ``::stop-commands::`` and its random token, except
-the commands of this module, whose values are escaped. Values go to `GITHUB_OUTPUT` under random delimiters.
+errors are other people's text. So everything that is printed stands between ``::stop-commands::`` and its random token,
+except the commands of this module, whose values are escaped. Values go to `GITHUB_OUTPUT` under random delimiters.
 Sources: docs.github.com, "Workflow commands for GitHub Actions".
 """
 

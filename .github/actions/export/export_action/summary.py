@@ -141,7 +141,8 @@ def _stages(timeline: Timeline) -> list[str]:
 
 
 def _changes(changes: Changes, compared: str) -> list[str]:
-    weights = f"{len(changes.changed):,} changed, {len(changes.added):,} added, {len(changes.removed):,} removed, {changes.same:,} the same"
+    counts = {"changed": changes.changed, "added": changes.added, "removed": changes.removed}
+    weights = ", ".join(f"{len(names):,} {word}" for word, names in counts.items()) + f", {changes.same:,} the same"
     rows = [
         ["segments", weights],
         ["program", "the same" if changes.program_is_same else _delta(changes.program)],
