@@ -7,6 +7,7 @@ matched with a planned segment by the identity of its stand-in. What it made its
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -74,7 +75,7 @@ class CudaLowering:
         return Plan(DATA_NAME, "flat-tensor/fqn", segments, self._weights.small_bytes + RESERVE_BYTES)
 
     def lower(self, captured: Captured, progress: Progress) -> Lowered:
-        """Compile every method. The programs' tables are changed in place and are of no further use."""
+        """Compile copies of the programs that share their tensors; only small tensors of the source were filled in."""
         with _wrapped_errors():
             if not self._target.low_memory_mode:
                 return self._lower_as_upstream(captured, progress)
@@ -119,7 +120,7 @@ class CudaLowering:
         from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
         from executorch.exir.passes import MemoryPlanningPass
 
-        programs = dict(captured.programs)
+        programs = {name: _copy_of_graph(program) for name, program in captured.programs.items()}
         partitioner = {name: [CudaPartitioner(compile_specs(self._target, name))] for name in programs}
         edge = to_edge_transform_and_lower(
             programs,
@@ -128,10 +129,12 @@ class CudaLowering:
         )
         between({name: edge.exported_program(name) for name in programs})
         gc.collect()
-        planning = MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=captured.share_buffers)
+        # Mutable buffers live in the delegates, which share them by storage key: nothing is planned for them here.
         return edge.to_executorch(
             ExecutorchBackendConfig(
-                extract_delegate_segments=True, memory_planning_pass=planning, emit_mutable_buffer_names=True
+                extract_delegate_segments=True,
+                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
+                emit_mutable_buffer_names=True,
             )
         )
 
@@ -218,6 +221,12 @@ def _lowered(
         needs_data=bool(appended or used),
         details=details,
     )
+
+
+def _copy_of_graph(program: ExportedProgram) -> ExportedProgram:
+    tables = (program.state_dict, program.constants)
+    shared = {id(item): item for table in tables for item in table.values() if isinstance(item, torch.Tensor)}
+    return copy.deepcopy(program, shared)
 
 
 def _method(name: str, program: ExportedProgram) -> Method:

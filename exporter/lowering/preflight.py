@@ -24,6 +24,8 @@ _ATTENTION = "aten::scaled_dot_product_attention"
 """Upstream replaces it by a Triton kernel, or makes it decompose (SDPBackend.MATH) with `tritonKernelMode` off."""
 _TRITON_REPLACED = "aten::topk"
 """Upstream's pass replaces it while `tritonKernelMode` is on (executorch.backends.cuda.triton.replacement_pass)."""
+_RESOLVED = frozenset({"prim", "prims", "export"})
+"""Namespaces that the export itself resolves: `export` reads the parts of tensor subclasses."""
 
 
 def check_operators(method: str, program: ExportedProgram, *, triton: bool) -> None:
@@ -114,7 +116,7 @@ def needs_missing_kernel(op: OpOverload, kernels: Collection[str]) -> bool:
     lowering = lowerings.get(op)
     if lowering is not None:
         return bool(getattr(lowering, "_is_fallback_handler", False))
-    return not (op._schema.is_mutable or op.is_view or op.namespace in ("prim", "prims") or _is_triton(op))
+    return not (op._schema.is_mutable or op.is_view or op.namespace in _RESOLVED or _is_triton(op))
 
 
 def kernels_of(op: OpOverload) -> frozenset[str]:

@@ -14,10 +14,19 @@ from functools import partial
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from exporter.contract.errors import SourceNotFound, SourceUnsafe, UnsupportedModel
 from exporter.contract.segments import Chunk, Segment, SegmentName
-from exporter.lowering.canonical import Layout, canonical_chunks, canonical_layout, is_zero, strided_layout, zero_chunks
+from exporter.lowering.canonical import (
+    Layout,
+    any_nonzero,
+    canonical_chunks,
+    canonical_layout,
+    is_zero,
+    strided_layout,
+    zero_chunks,
+)
 from exporter.source.captured import Captured
 from exporter.source.ports import TensorInfo, WeightSource
 
@@ -118,8 +127,35 @@ def collect_weights(captured: Captured) -> WeightSet:
     reader = _Aliased(captured.weights, _alias_ties(captured, infos))
     for method, program in captured.programs.items():
         for fqn in first_use_order(program):
-            _admit(found, reader, infos, method, program, fqn)
+            table = next((table for table in state_tables(program) if fqn in table), None)
+            for name, tensor in [] if table is None else inner_tensors(fqn, table[fqn]):
+                kept = _admit(found, reader, infos, method, name, tensor)
+                if name == fqn and table is not None:
+                    table[fqn] = kept
     return found
+
+
+def inner_tensors(fqn: str, value: object) -> list[tuple[str, torch.Tensor]]:
+    """The plain tensors of one entry of a program's state, under the names that they have after decomposition.
+
+    torch.export keeps wrapper subclasses (torchao's quantised tensors); its decompositions then replace a parameter `w`
+    by `parametrizations.w.original0`, `original1`, … in the order of `__tensor_flatten__`.
+    """
+    if not isinstance(value, torch.Tensor):
+        return []
+    plain = _flatten(value)
+    if not is_traceable_wrapper_subclass(value):
+        return [(fqn, value)]
+    owner, _, leaf = fqn.rpartition(".")
+    prefix = f"{owner}.parametrizations.{leaf}" if owner else f"parametrizations.{leaf}"
+    return [(f"{prefix}.original{index}", tensor) for index, tensor in enumerate(plain)]
+
+
+def _flatten(value: torch.Tensor) -> list[torch.Tensor]:
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    names, _ = value.__tensor_flatten__()
+    return [plain for name in names for plain in _flatten(getattr(value, name))]
 
 
 @dataclass(slots=True)
@@ -144,7 +180,7 @@ def _alias_ties(captured: Captured, infos: dict[str, TensorInfo]) -> dict[str, s
             fqn: tensor
             for table in state_tables(program)
             for fqn, tensor in table.items()
-            if isinstance(tensor, torch.Tensor) and tensor.numel()
+            if isinstance(tensor, torch.Tensor) and tensor.numel() and not is_traceable_wrapper_subclass(tensor)
         }
         given = {_place_of(tensor): fqn for fqn, tensor in tensors.items() if fqn in infos}
         storages = {place[0] for place in given}
@@ -195,14 +231,13 @@ def _admit(
     source: _Aliased,
     infos: Mapping[str, TensorInfo],
     method: str,
-    program: ExportedProgram,
     fqn: str,
-) -> None:
-    table = next((table for table in state_tables(program) if fqn in table), None)
-    tensor = None if table is None else table[fqn]
-    if table is None or not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
-        return
+    tensor: torch.Tensor,
+) -> torch.Tensor:
+    """Take one tensor of a method in; the tensor that the program is to hold from now on."""
     info = infos.get(fqn)
+    if tensor.numel() == 0:
+        return tensor
     empty = tensor.is_meta or isinstance(tensor, FakeTensor)
     if info is None and empty:
         raise SourceNotFound(
@@ -211,22 +246,15 @@ def _admit(
             method=method,
             tensor=fqn,
         )
-    small = tensor.numel() * tensor.element_size() < PHANTOM_BYTES
     weight = _from_program(fqn, tensor) if info is None else _from_source(fqn, tensor, source, info)
-    if small:
-        if info is not None:
-            tensor = _like(tensor, _load(weight))
-            table[fqn] = tensor
+    if tensor.numel() * tensor.element_size() < PHANTOM_BYTES:
         found.small_bytes += weight.layout.nbytes
-        return
+        return tensor if info is None else _like(tensor, _load(weight))
     if empty:
         # Untouched memory is not resident, and the passes before the device move expect a tensor of the host.
         tensor = _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
-        table[fqn] = tensor
-    known = found.by_fqn.get(fqn)
-    if known is None:
-        found.by_fqn[fqn] = known = weight
-    elif not _agree(known, weight):
+    known = found.by_fqn.setdefault(fqn, weight)
+    if known is not weight and not _agree(known, weight):
         raise UnsupportedModel(
             f"{fqn} has different contents in method {method} than in another method",
             hint="Constants of the methods share one name space in the .ptd; give them different names.",
@@ -235,11 +263,12 @@ def _admit(
             tensor=fqn,
         )
     # copy.deepcopy asks the object first: no pass may copy what it must not read.
-    tensor.__deepcopy__ = partial(_itself, tensor)  # type: ignore[attr-defined]
+    tensor.__dict__["__deepcopy__"] = partial(_itself, tensor)
     here = found.by_place.setdefault(_place_of(tensor), [])
     if known not in here:
         here.append(known)
     found.held.append(tensor)
+    return tensor
 
 
 def _itself(tensor: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
@@ -271,8 +300,21 @@ def _from_source(fqn: str, tensor: torch.Tensor, source: _Aliased, info: TensorI
     if _byte_order(given) != _byte_order(layout):
         raise SourceUnsafe(f"{fqn} is laid out in another order of dimensions in the source", tensor=fqn)
     parameter = isinstance(tensor, torch.nn.Parameter)
+    # A cache is zeros by content, whoever holds it; a buffer that is not ends the look at its first chunk.
+    if not parameter and not any(any_nonzero(chunk) for chunk in source.chunks(fqn)):
+        return _zeros(fqn, tensor, from_source=True)
     identity: object = ("fqn", fqn) if info.identity is None else ("source", info.identity, layout)
     return Weight(fqn, layout, partial(source.chunks, fqn), False, parameter, identity, from_source=True)
+
+
+def _zeros(fqn: str, tensor: torch.Tensor, *, from_source: bool) -> Weight:
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    # What upstream's _is_kv_buffer accepts keeps its own strides.
+    kept = not parameter and "kv_cache" in fqn
+    layout = strided_layout(tensor) if kept else canonical_layout(tensor)
+    read = partial(zero_chunks, layout.nbytes)
+    real = None if from_source else tensor.detach()
+    return Weight(fqn, layout, read, True, parameter, ("zeros", layout.nbytes), from_source=from_source, real=real)
 
 
 def _byte_order(layout: Layout) -> list[int]:
@@ -281,20 +323,14 @@ def _byte_order(layout: Layout) -> list[int]:
 
 
 def _from_program(fqn: str, tensor: torch.Tensor) -> Weight:
-    zeros = is_zero(tensor)
-    layout = canonical_layout(tensor)
+    if is_zero(tensor):
+        return _zeros(fqn, tensor, from_source=False)
+    layout, held = canonical_layout(tensor), tensor.detach()
+    identity = ("content", layout.nbytes, _digest(held))
     parameter = isinstance(tensor, torch.nn.Parameter)
-    if zeros and not parameter and "kv_cache" in fqn:
-        # What upstream's _is_kv_buffer accepts keeps its own strides.
-        layout = strided_layout(tensor)
-    held = tensor.detach()
-    if zeros:
-        read = partial(zero_chunks, layout.nbytes)
-        identity: object = ("zeros", layout.nbytes)
-    else:
-        read = partial(canonical_chunks, held)
-        identity = ("content", layout.nbytes, _digest(held))
-    return Weight(fqn, layout, read, zeros, parameter, identity, from_source=False, real=held)
+    return Weight(
+        fqn, layout, partial(canonical_chunks, held), False, parameter, identity, from_source=False, real=held
+    )
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -1,0 +1,127 @@
+"""What a CUDA program says of itself: per method its delegates, each with a shared object and its constants.
+
+The delegate's payload is `ETCUDAFQN3`, the library's key, then per constant: FQN, storage key, storage size, scalar type,
+device type, storage offset, sizes and strides (written by executorch/backends/cuda/cuda_weight_collector.py, 1.5.1).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from exporter.contract.errors import VerificationFailed
+
+MAGIC = b"ETCUDAFQN3"
+_DTYPES = {
+    0: "uint8",
+    1: "int8",
+    2: "int16",
+    3: "int32",
+    4: "int64",
+    5: "float16",
+    6: "float32",
+    7: "float64",
+    8: "complex32",
+    9: "complex64",
+    10: "complex128",
+    11: "bool",
+    15: "bfloat16",
+    23: "float8_e5m2",
+    24: "float8_e4m3fn",
+    25: "float8_e5m2fnuz",
+    26: "float8_e4m3fnuz",
+    27: "uint16",
+    28: "uint32",
+    29: "uint64",
+}
+"""Codes of executorch's scalar_type.fbs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A view on a stored storage: sizes, strides and offset in elements."""
+
+    fqn: str
+    key: str
+    nbytes: int
+    dtype: str
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "fqn": self.fqn,
+            "key": self.key,
+            "dtype": self.dtype,
+            "offset": self.offset,
+            "sizes": self.sizes,
+            "strides": self.strides,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Delegate:
+    """One AOTInductor library and the constants that it asks for."""
+
+    library: bytes
+    constants: tuple[Constant, ...]
+
+
+def decode_payload(payload: bytes) -> tuple[str, tuple[Constant, ...]]:
+    """The library's key and the constants of a delegate's payload. `VerificationFailed` for any other bytes."""
+    if not payload.startswith(MAGIC):
+        raise VerificationFailed("the CUDA delegate's payload is of an unknown format", kind="format")
+    try:
+        return _decode(memoryview(payload)[len(MAGIC) :])
+    except (struct.error, KeyError, UnicodeDecodeError, IndexError) as error:
+        raise VerificationFailed("the CUDA delegate's payload is damaged", kind="format") from error
+
+
+def _decode(view: memoryview) -> tuple[str, tuple[Constant, ...]]:
+    at = 0
+
+    def take(form: str) -> tuple[Any, ...]:
+        nonlocal at
+        values = struct.unpack_from(form, view, at)
+        at += struct.calcsize(form)
+        return values
+
+    def text() -> str:
+        nonlocal at
+        (length,) = take("<I")
+        value = bytes(view[at : at + length]).decode("utf-8")
+        at += length
+        return value
+
+    library = text()
+    constants = []
+    for _ in range(take("<I")[0]):
+        fqn, key = text(), text()
+        nbytes, dtype, _device, offset, rank = take("<QiiqI")
+        sizes, strides = take(f"<{rank}q"), take(f"<{rank}q")
+        constants.append(Constant(fqn, key, nbytes, _DTYPES[dtype], offset, sizes, strides))
+    return library, tuple(constants)
+
+
+def find_delegates(program: bytes) -> dict[str, list[Delegate]]:
+    """The CUDA delegates of every method of a `.pte`, in order."""
+    from executorch.exir._serialize._program import deserialize_pte_binary
+    from executorch.exir.schema import DataLocation
+
+    parsed = deserialize_pte_binary(program)
+    named = parsed.named_data
+    found: dict[str, list[Delegate]] = {}
+    for plan in parsed.program.execution_plan:
+        delegates = found.setdefault(plan.name, [])
+        for delegate in plan.delegates:
+            if delegate.id != "CudaBackend" or delegate.processed.location != DataLocation.INLINE:
+                continue
+            payload = parsed.program.backend_delegate_data[delegate.processed.index].data
+            key, constants = decode_payload(bytes(payload))
+            if named is None or key not in named.pte_data:
+                raise VerificationFailed(f"method {plan.name} names a library that the program lacks", kind="format")
+            delegates.append(Delegate(bytes(named.buffers[named.pte_data[key].buffer_index]), constants))
+    return found
