@@ -127,7 +127,7 @@ def badge_svg(state: str) -> bytes:
     )
     SubElement(group, "text", {"x": str(left / 2), "y": "14"}).text = "export"
     SubElement(group, "text", {"x": str(left + right / 2), "y": "14"}).text = text
-    return tostring(root, encoding="utf-8")
+    return bytes(tostring(root, encoding="utf-8"))
 
 
 def _right_side(left: int, width: int) -> str:
