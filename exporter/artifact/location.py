@@ -89,7 +89,7 @@ class StoreOrigin:
         for store in (self._store, *self._allowed):
             key = store.key_of(url)
             if key is not None:
-                return store, check_key(key)
+                return store, key
         return None
 
 
@@ -104,19 +104,28 @@ def foreign_origin(name: str, url: str, origin: str) -> Forbidden:
     )
 
 
-def check_key(key: str) -> str:
-    """`key` if it stays below its store's root as written; `Forbidden` otherwise."""
-    parts = key.split("/")
-    if not key or key.startswith("/") or "\\" in key or "\x00" in key or any(part in ("", ".", "..") for part in parts):
-        raise Forbidden(f"{key[:200]!r} is not a plain key below the manifest's own folder", reason="source")
-    return key
-
-
 def join_key(base: str, relative: str) -> str:
-    """The key of a relative URL; it may not climb out of `base`."""
+    """The key of a URL relative to the folder `base` (RFC 3986); `Forbidden` where it climbs out of the store."""
+    parts = base.split("/") if base else []
     decoded = unquote(relative)
-    check_key(decoded)
-    return posixpath.join(base, decoded) if base else decoded
+    if decoded.startswith("/") or "\\" in decoded or "\x00" in decoded:
+        raise _outside(relative)
+    for part in decoded.split("/"):
+        if part == "..":
+            if not parts:
+                raise _outside(relative)
+            parts.pop()
+        elif part == "" or (part == "." and decoded == "."):
+            raise _outside(relative)
+        elif part != ".":
+            parts.append(part)
+    if not parts:
+        raise _outside(relative)
+    return "/".join(parts)
+
+
+def _outside(url: str) -> Forbidden:
+    return Forbidden(f"{url[:200]!r} is not a key in the manifest's own store", reason="source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,7 @@ def split_uri(target: str) -> tuple[str, str]:
         raise InvalidRequest(f"{target}: give an export id, a path, file://, s3:// or the service's URL")
     else:
         path = Path(target)
-    path = path.absolute()
+    path = path.parent.resolve() / path.name
     match = _STORED.fullmatch(path.parent.as_posix().lstrip("/") + "/" + path.name)
     root = Path("/" + (match.group(1) or "")) if match else path.parent
     return "file://" + quote(root.as_posix()), path.relative_to(root).as_posix()
