@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,10 @@ def main(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
         return Step(runner, environment).run()
     except WeightlessError as error:
         return refuse(runner, error, environment)
+    except Exception:
+        runner.error("The Weightless action failed", "A fault of the action itself; its log has the traceback.")
+        runner.say(traceback.format_exc())
+        return FAILED
     finally:
         runner.close()
 
@@ -251,7 +256,8 @@ class Step:
             self._runner.say("\n".join(lines))
 
     def _pull(self, inputs: Inputs, export_id: str) -> int:
-        command = [str(Path(sys.executable).with_name("weightless")), "pull", export_id, "-o", inputs.pull]
+        # -P: the workspace, which is the current folder, is no place to import from.
+        command = [sys.executable, "-P", "-m", "service.cli", "pull", export_id, "-o", inputs.pull]
         environment = {**self._environment, "WEIGHTLESS_URL": inputs.service_url, **_login(self._environment)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
         with self._runner.group(f"Pull to {inputs.pull}"):

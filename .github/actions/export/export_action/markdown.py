@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from exporter.contract.events import clean_text
 
-_RISKY = re.compile(r"[&<>`\\*_{}\[\]()#+!|~@:$\"'=^-]|(?<=www)\.|(?<=^\d)\.|(?<=^\d\d)\.", re.IGNORECASE)
+_RISKY = re.compile(r"[&<>`\\*_{}\[\]()#!|~@:$^]|^[-+=]|(?<=www)\.|(?<=^\d)\.|(?<=^\d\d)\.", re.IGNORECASE)
 
 
 def text(value: object, limit: int = 500) -> str:
