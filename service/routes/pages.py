@@ -130,13 +130,14 @@ def static(name: str) -> Response:
 
 
 def _page_events(jobs: JobStore, export: Export) -> list[EventRow]:
+    states = jobs.events(export.id, kind="state", limit=10_000)
     stages = jobs.events(export.id, kind="stage", limit=10_000)
-    return stages + jobs.events(export.id, after=max(0, export.last_event - NEWEST), limit=NEWEST)
+    return states + stages + jobs.events(export.id, after=max(0, export.last_event - NEWEST), limit=NEWEST)
 
 
 def _events(export: Export, rows: Iterable[EventRow]) -> list[dict[str, Any]]:
     """The events of the newest attempt, each once, in order."""
-    found = {row.id: row for row in rows if row.attempt == export.attempt and row.seq is not None}
+    found = {row.id: row for row in rows if row.attempt == export.attempt}
     return [json.loads(found[number].data) for number in sorted(found)]
 
 

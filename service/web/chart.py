@@ -71,7 +71,8 @@ def memory_svg(timeline: Timeline, budgets: Mapping[str, Any]) -> bytes:
     )
     for label, field in _CURVES:
         points = [(item.at, getattr(item, field)) for item in timeline.samples]
-        chart.add(label, points if any(value for _, value in points) else [])
+        if any(value for _, value in points) or not points:
+            chart.add(label, points)
     chart.add_xml_filter(lambda root: _finish(chart, root, timeline, limits))
     return bytes(chart.render())
 
@@ -153,15 +154,18 @@ def _finish(chart: Any, root: Element, timeline: Timeline, limits: Sequence[tupl
     if plot is None or not timeline.samples:
         return root
     below = Element("g", {"class": "bands"})
+    named_to = [0.0, 0.0, 0.0]
     for span in timeline.spans:
-        _band(chart.view, below, span.name, span.start, timeline.closed(span))
+        _band(chart.view, below, span.name, (span.start, timeline.closed(span)), named_to)
     plot.insert(1, below)
     for label, value in limits:
         _limit(chart.view, plot, label, value, max(timeline.length, 1.0))
     return root
 
 
-def _band(view: Any, group: Element, name: str, start: float, end: float) -> None:
+def _band(view: Any, group: Element, name: str, extent: tuple[float, float], named_to: list[float]) -> None:
+    """Shade one stage, and name it in the first of three lines that is free from its left edge on."""
+    start, end = extent
     left, right, top, bottom = view.x(start), view.x(end), view.y(view.box.ymax), view.y(0)
     width = max(1.0, right - left)
     SubElement(
@@ -175,9 +179,11 @@ def _band(view: Any, group: Element, name: str, start: float, end: float) -> Non
             "height": f"{bottom - top:.1f}",
         },
     )
-    if width > 6 * len(name):
-        text = SubElement(group, "text", {"class": "band-name", "x": f"{left + 5:.1f}", "y": f"{top + 12:.1f}"})
-        text.text = name
+    line = next((index for index, edge in enumerate(named_to) if left >= edge), None)
+    if width > 6 * len(name) and line is not None:
+        named_to[line] = left + 10 + 6 * len(name)
+        place = {"class": "band-name", "x": f"{left + 5:.1f}", "y": f"{top + 12 * (line + 1):.1f}"}
+        SubElement(group, "text", place).text = name
 
 
 def _limit(view: Any, plot: Element, label: str, value: int, length: float) -> None:

@@ -1,6 +1,6 @@
 """What one attempt's events say over time: when each stage ran, and what memory was held.
 
-Seconds are relative to the attempt's first event. Only plain data comes in (an event as the API sends it) and goes out.
+Seconds are relative to the attempt's start. Only plain data comes in (an event as the API sends it) and goes out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class Timeline:
 
 
 def timeline_of(events: Iterable[Mapping[str, Any]]) -> Timeline:
-    """The timeline of the events of one attempt, in order. Events that it does not know are skipped."""
+    """The timeline of the newest attempt in `events`, which are in order. Events that it does not know are skipped.
+
+    An attempt begins with the service's event of its start, or, where that is not given, with its own first event.
+    """
     origin: float | None = None
     latest = 0.0
     open_stages: dict[str, int] = {}
@@ -62,7 +65,12 @@ def timeline_of(events: Iterable[Mapping[str, Any]]) -> Timeline:
     for event in events:
         kind = event.get("type")
         moment = _seconds(event.get("time"))
-        if moment is None or kind == "state":
+        if moment is None:
+            continue
+        if kind == "state":
+            if event.get("to") == "starting":
+                origin, latest, ended = moment, 0.0, False
+                open_stages, starts, ends, samples = {}, {}, {}, []
             continue
         origin = moment if origin is None else origin
         at = max(0.0, moment - origin)

@@ -27,8 +27,6 @@ class Progress:
         """Show one event of the export's stream."""
         kind = event.get("type")
         if kind == "state":
-            if event.get("to") == "starting":
-                self.events.clear()  # a new attempt
             reason = f": {event['reason']}" if event.get("reason") else ""
             self._runner.say(f"{event.get('to')}{reason}")
         elif kind == "stage" and event.get("state") == "started":
@@ -38,7 +36,7 @@ class Progress:
             self._amount(event)
         elif kind == "warning":
             self._runner.notice(f"Warning: {event.get('code')}", str(event.get("message")))
-        if kind in ("stage", "resources", "finished", "failed"):
+        if kind in ("state", "stage", "resources", "finished", "failed"):
             self._keep(event)
 
     def _amount(self, event: Mapping[str, Any]) -> None:
