@@ -21,7 +21,7 @@ from service.web.timeline import Timeline
 from service.web.words import size
 
 WIDTH, HEIGHT = 960, 320
-_CURVES = (("GPU", "gpu"), ("host RSS", "host_rss"), ("host anonymous", "host_anon"))
+_CURVES = (("host anonymous", "host_anon"), ("host RSS", "host_rss"), ("GPU", "gpu"))
 _BUDGETS = (("hostMemory", "host budget"), ("gpuMemory", "GPU budget"))
 _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 28_800)
 _BADGE = {
@@ -43,6 +43,7 @@ def memory_svg(timeline: Timeline, budgets: Mapping[str, Any]) -> bytes:
     )
     ticks = memory_ticks(highest)
     length = max(timeline.length, 1.0)
+    curves = [curve for curve in _CURVES if any(getattr(item, curve[1]) for item in timeline.samples)] or _CURVES[:1]
     chart = pygal.XY(
         width=WIDTH,
         height=HEIGHT,
@@ -53,7 +54,7 @@ def memory_svg(timeline: Timeline, budgets: Mapping[str, Any]) -> bytes:
         no_prefix=True,
         show_legend=True,
         legend_at_bottom=True,
-        legend_at_bottom_columns=3,
+        legend_at_bottom_columns=len(curves),
         truncate_label=-1,
         legend_box_size=10,
         margin=8,
@@ -69,10 +70,8 @@ def memory_svg(timeline: Timeline, budgets: Mapping[str, Any]) -> bytes:
         pretty_print=False,
         show_x_guides=False,
     )
-    for label, field in _CURVES:
-        points = [(item.at, getattr(item, field)) for item in timeline.samples]
-        if any(value for _, value in points) or not points:
-            chart.add(label, points)
+    for label, field in curves:
+        chart.add(label, [(item.at, getattr(item, field)) for item in timeline.samples])
     chart.add_xml_filter(lambda root: _finish(chart, root, timeline, limits))
     return bytes(chart.render())
 
