@@ -193,15 +193,17 @@ class JobStore:
         mine = and_(idempotency.c.owner == export.owner, idempotency.c.key == key.key)
         connection.execute(delete(idempotency).where(idempotency.c.created_at < oldest))
         taken = connection.execute(
-            self._insert_once().values(
+            self._insert_once()
+            .values(
                 owner=export.owner,
                 key=key.key,
                 body_digest=key.body_digest,
                 export_id=export.id,
                 created_at=now,
             )
-        )
-        if taken.rowcount == 1:
+            .returning(idempotency.c.key)
+        ).first()
+        if taken is not None:
             return None
         row = connection.execute(select(idempotency).where(mine)).mappings().one()
         if row["body_digest"] != key.body_digest:
