@@ -109,7 +109,9 @@ class Cached(nn.Module):
         self.kv_cache_k.index_copy_(2, pos, split[1])
         self.kv_cache_v.index_copy_(2, pos, split[2])
         mask = torch.arange(self.length, device=x.device)[None, :] <= pos[:, None]
-        attended = F.scaled_dot_product_attention(split[0], self.kv_cache_k, self.kv_cache_v, attn_mask=mask[None, None])
+        attended = F.scaled_dot_product_attention(
+            split[0], self.kv_cache_k, self.kv_cache_v, attn_mask=mask[None, None]
+        )
         return self.out(attended.transpose(1, 2).reshape(batch, steps, width))
 
 

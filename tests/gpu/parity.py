@@ -179,9 +179,7 @@ def run_on_gpu(exported: Exported, captured: Captured, methods: Sequence[str]) -
     body, infos = bytearray(), []
     for keys, data in exported.segments.items():
         body += bytes(-len(body) % 128)
-        infos.append(
-            SegmentInfo(offset=len(body), size=len(data), digest=digest(data), names=tuple(map(_named, keys)))
-        )
+        infos.append(SegmentInfo(offset=len(body), size=len(data), digest=digest(data), names=tuple(map(_named, keys))))
         body += data
     stored = Data(
         name="aoti_cuda_blob.ptd",
