@@ -97,15 +97,6 @@ class Folder:
             with contextlib.suppress(FileNotFoundError), local_errors(str(self.path / name)):
                 os.unlink(f"{self._stem(name)}.{ending}", dir_fd=self._work)
 
-    def adopt(self, source: Path, name: str) -> bool:
-        """Make the part of `name` a hard link to `source`; False where the file systems differ."""
-        self.discard_part(name)
-        try:
-            os.link(source, f"{self._stem(name)}.part", dst_dir_fd=self._work, follow_symlinks=False)
-        except OSError:
-            return False
-        return True
-
     def _open(self, entry: str, flags: int, mode: int) -> int:
         with local_errors(str(self.path / WORK / entry)):
             descriptor = os.open(entry, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=self._work)

@@ -13,6 +13,8 @@ from exporter.contract.errors import VerificationFailed
 from exporter.contract.manifest import MAX_MANIFEST, digest, parse_manifest
 from exporter.stream.ptd import FILE_IDENTIFIER
 
+_HINT = "Programs start with a flatbuffer of type ET12, data files with FT01, manifests with a brace."
+
 
 def inspect(blob: Blob) -> dict[str, Any]:
     """A JSON-ready description: `kind` is ``program``, ``data`` or ``manifest``; sizes and offsets in bytes.
@@ -20,7 +22,7 @@ def inspect(blob: Blob) -> dict[str, Any]:
     `VerificationFailed` where the file is none of these or is damaged.
     """
     if blob.size < 8:
-        raise VerificationFailed(f"{blob.uri} has {blob.size} bytes: it is no .pte, .ptd or manifest")
+        raise VerificationFailed(f"{blob.uri} has {blob.size} bytes: it is no .pte, .ptd or manifest", hint=_HINT)
     head = bytearray(8)
     blob.read_into(0, memoryview(head))
     if head[4:8] in FILE_IDENTIFIERS:
@@ -30,7 +32,8 @@ def inspect(blob: Blob) -> dict[str, Any]:
     elif head.lstrip()[:1] == b"{":
         found = _manifest(blob)
     else:
-        raise VerificationFailed(f"{blob.uri} is no .pte, .ptd or manifest: it starts with {bytes(head).hex(' ')}")
+        start = bytes(head).hex(" ")
+        raise VerificationFailed(f"{blob.uri} is no .pte, .ptd or manifest: it starts with {start}", hint=_HINT)
     return {"kind": found.pop("kind"), "uri": blob.uri, "size": blob.size, **found}
 
 

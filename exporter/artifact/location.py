@@ -44,7 +44,9 @@ def stored_blob(store: StoreReads, key: str) -> StoredBlob:
     """The object under `key`; `NotFound` where there is none."""
     found = store.head(key)
     if found is None:
-        raise NotFound(f"nothing is stored at {store.uri(key)}")
+        raise NotFound(
+            f"nothing is stored at {store.uri(key)}", hint="Check the path or the URI, and the store's settings."
+        )
     return StoredBlob(store, key, found.size, found.crc64nvme)
 
 

@@ -95,7 +95,7 @@ class _Probe:
         return "works"
 
     def multipart(self) -> str:
-        size = max(self._store.capabilities.min_part, 1)
+        size = max(self._store.capabilities.min_part, 4096)
         body = memoryview(self._body * (size // len(self._body) + 1))[:size]
         upload = self._open(size)
         try:
@@ -111,7 +111,7 @@ class _Probe:
         return "works, parts in any order"
 
     def abort(self) -> str:
-        upload = self._open(self._store.capabilities.min_part)
+        upload = self._open(max(self._store.capabilities.min_part, 4096))
         try:
             if not self._store.capabilities.list_uploads:
                 return "uploads cannot be listed: orphans are found by recorded ids only"

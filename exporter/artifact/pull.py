@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from exporter.artifact.cache import WeightCache, copy_bytes
 from exporter.artifact.folder import WORK, Folder, local_errors
 from exporter.artifact.headers import check_header, regions_of
 from exporter.artifact.journal import Journal
@@ -99,16 +100,20 @@ def pull(
     *,
     only: Collection[str] = (),
     limits: Limits | None = None,
+    cache: WeightCache | None = None,
     progress: Progress | None = None,
 ) -> PullReport:
-    """Fetch the chosen files into `out`. Raises `VerificationFailed`, `Forbidden`, or an error of store or disk."""
+    """Fetch the chosen files into `out`; weights that `cache` holds are not fetched.
+
+    Raises `VerificationFailed`, `Forbidden`, or an error of store or disk.
+    """
     limits = limits or Limits()
     entries = select(manifest, only)
     blobs = [_agreed(entry, origin) for entry in entries]
     pulled: list[PulledFile] = []
     with Folder(out) as folder:
         for entry, blob in zip(entries, blobs, strict=True):
-            pulled.append(_Fetch(entry, blob, folder, limits, progress).run())
+            pulled.append(_Fetch(entry, blob, folder, limits, cache, progress).run())
         for file in pulled:
             if not file.published:
                 folder.publish(file.name)
@@ -126,11 +131,20 @@ def _agreed(entry: Entry, origin: Origin) -> Blob:
 class _Fetch:
     """One file on its way into a folder."""
 
-    def __init__(self, entry: Entry, blob: Blob, folder: Folder, limits: Limits, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        blob: Blob,
+        folder: Folder,
+        limits: Limits,
+        cache: WeightCache | None,
+        progress: Progress | None,
+    ) -> None:
         self._entry = entry
         self._blob = blob
         self._folder = folder
         self._limits = limits
+        self._cache = cache if isinstance(entry, Data) else None
         self._progress = progress
         self._path = folder.path / entry.name
         self._regions = regions_of(entry, blob)
@@ -145,10 +159,13 @@ class _Fetch:
         part = self._folder.open_part(self._entry.name)
         try:
             with local_errors(str(self._path)):
-                self._reserve(part)
-                self._land(part)
-                if isinstance(self._entry, Data):
-                    check_header(self._entry, local_blob(part, self._path))
+                if not self._from_cache(part):
+                    self._reserve(part)
+                    self._land(part)
+                    if isinstance(self._entry, Data):
+                        check_header(self._entry, local_blob(part, self._path))
+                        if self._cache is not None:
+                            self._cache.keep(self._entry, part)
                 os.fsync(part)
         finally:
             os.close(part)
@@ -163,6 +180,26 @@ class _Fetch:
             return blob.size == self._blob.size and not CheckedPass(blob, self._regions, self._limits).run().bad
         finally:
             os.close(descriptor)
+
+    def _from_cache(self, part: int) -> bool:
+        if self._cache is None or not isinstance(self._entry, Data):
+            return False
+        kept = self._cache.open(self._entry)
+        if kept is None:
+            return False
+        try:
+            copy_bytes(kept, part, self._blob.size)
+            # What is checked is the copy, so that nothing can change in between.
+            if CheckedPass(local_blob(part, self._path), self._regions, self._limits).run().bad:
+                self._cache.discard(self._entry)
+                os.ftruncate(part, 0)
+                return False
+        finally:
+            os.close(kept)
+        self._cache.touch(self._entry)
+        self._count.reused = self._blob.size
+        self._report(self._blob.size)
+        return True
 
     def _reserve(self, part: int) -> None:
         size = os.fstat(part).st_size

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
+from exporter.artifact.cache import WeightCache
 from exporter.artifact.inspect import inspect as inspect_blob
 from exporter.artifact.location import split_uri, stored_blob
 from exporter.artifact.pull import PullReport, select
@@ -190,7 +191,8 @@ def inspect(
 def _pull(
     found: Resolved, out: Path, only: list[str], limits: Limits, cache: Path | None, max_size: int, bars: _Bars
 ) -> PullReport:
-    return pull_files(found.manifest, found.origin, out, only=only, limits=limits, progress=bars.show)
+    weights = None if cache is None else WeightCache(cache, max_size)
+    return pull_files(found.manifest, found.origin, out, only=only, limits=limits, cache=weights, progress=bars.show)
 
 
 def _to_stdout(found: Resolved, only: list[str], limits: Limits, output: Output) -> None:

@@ -41,6 +41,7 @@ class ServeCommand(typer.core.TyperCommand):
 def serve(
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (WEIGHTLESS_HOST).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on (WEIGHTLESS_PORT).")] = None,
+    as_json: Json = False,
 ) -> None:
     """Run the service and, unless told otherwise, a local executor.
 
@@ -54,7 +55,10 @@ def serve(
     if port is not None:
         os.environ["WEIGHTLESS_PORT"] = str(port)
     from service.__main__ import main
+    from service.settings import load_settings
 
+    settings = load_settings()
+    Output(as_json).result({"url": settings.base_url, "store": settings.store_uri, "auth": list(settings.auth)})
     raise typer.Exit(main() or DONE)
 
 

@@ -51,12 +51,18 @@ def exit_status(error: WeightlessError) -> int:
     return _STATUS.get(error.code, FAILED)
 
 
+PIPE_WIDTH = 10_000
+"""Columns of a table that no terminal shows: its lines are never folded, so that other programs can cut them."""
+
+
 class Output:
     """Prints for one command. `bars` says whether progress bars may be drawn."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self.out = Console(file=sys.stdout, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        if not self.out.is_terminal:
+            self.out.width = PIPE_WIDTH
         self.err = Console(file=sys.stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
         self.bars = self.err.is_terminal
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import os
 import threading
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from exporter.artifact.cache import WeightCache
 from exporter.artifact.folder import WORK, Folder
 from exporter.artifact.pull import pull, select
-from exporter.artifact.transfer import Limits
+from exporter.artifact.stdout import stream_file
+from exporter.artifact.transfer import Limits, Throttle
 from exporter.contract.errors import (
     Forbidden,
     IllegalState,
@@ -258,8 +264,6 @@ def test_a_fault_at_any_read_leaves_nothing_wrong(tmp_path: Path, export: Export
 
 
 def test_buffers_stay_within_their_bound(tmp_path: Path) -> None:
-    import tracemalloc
-
     limits = Limits(parallel=4, block=256 * 1024)
     export = make_export([24 * 2**20])
     pull(export.manifest, export.origin, tmp_path / "warm", limits=limits)
@@ -269,3 +273,60 @@ def test_buffers_stay_within_their_bound(tmp_path: Path) -> None:
     tracemalloc.stop()
     # The shelf itself copies each block that it is asked for, so a block counts twice here.
     assert peak < 2 * limits.buffer_bytes + 2**20
+
+
+def test_cached_weights_are_not_fetched_again(tmp_path: Path, export: Export) -> None:
+    cache = WeightCache(tmp_path / "cache", 2**20)
+    pull(export.manifest, export.origin, tmp_path / "one", limits=SMALL, cache=cache)
+    export.store.reads.clear()
+    report = pull(export.manifest, export.origin, tmp_path / "two", limits=SMALL, cache=cache)
+    assert contents(tmp_path / "two") == {name: export.bytes_of(name) for name in export.keys}
+    assert export.keys["model.ptd"] not in {key for key, _, _ in export.store.reads}
+    assert {file.name: file.fetched for file in report.files}["model.ptd"] == 0
+
+
+def test_a_spoilt_cache_costs_a_download_and_nothing_else(tmp_path: Path, export: Export) -> None:
+    cache = WeightCache(tmp_path / "cache", 2**20)
+    pull(export.manifest, export.origin, tmp_path / "one", limits=SMALL, cache=cache)
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_bytes(b"x" * kept.stat().st_size)
+    pull(export.manifest, export.origin, tmp_path / "two", limits=SMALL, cache=cache)
+    assert contents(tmp_path / "two") == {name: export.bytes_of(name) for name in export.keys}
+    assert kept.read_bytes() == export.bytes_of("model.ptd")
+
+
+def test_the_cache_keeps_to_its_size(tmp_path: Path) -> None:
+    exports = [make_export([9000], seed=seed) for seed in range(3)]
+    size = len(exports[0].bytes_of("model.ptd"))
+    cache = WeightCache(tmp_path / "cache", 2 * size)
+    for number, export in enumerate(exports):
+        pull(export.manifest, export.origin, tmp_path / str(number), cache=cache)
+        for path in (tmp_path / "cache").iterdir():
+            os.utime(path, (path.stat().st_mtime - 100,) * 2)
+    kept = {path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    assert kept == {export.bytes_of("model.ptd") for export in exports[1:]}
+    tiny = WeightCache(tmp_path / "tiny", size - 1)
+    pull(exports[0].manifest, exports[0].origin, tmp_path / "out", cache=tiny)
+    assert list((tmp_path / "tiny").iterdir()) == []
+
+
+def test_a_single_file_as_a_stream(export: Export) -> None:
+    stream = io.BytesIO()
+    stream_file(export.manifest.data[0], export.origin, stream, SMALL)
+    assert stream.getvalue() == export.bytes_of("model.ptd")
+
+
+def test_a_stream_of_wrong_bytes_stays_short(export: Export) -> None:
+    export.spoil("model.ptd", spoilt(export, "zeroed"))
+    stream = io.BytesIO()
+    with pytest.raises(VerificationFailed):
+        stream_file(export.manifest.data[0], export.origin, stream, SMALL)
+    assert len(stream.getvalue()) < len(export.bytes_of("model.ptd"))
+
+
+def test_the_rate_is_limited() -> None:
+    throttle = Throttle(10_000_000)
+    before = time.monotonic()
+    for _ in range(5):
+        throttle.wait(200_000)
+    assert time.monotonic() - before >= 0.08
