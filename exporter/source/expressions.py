@@ -19,109 +19,35 @@ MAX_BITS = 4_096
 """Bound of the size of any integer that an expression can reach when its symbols are 64-bit, in bits."""
 MAX_EXPONENT = 64
 
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text, as a set."""
+    return frozenset(text.split())
+
+
 SYMBOL = re.compile(r"_?[a-z]{1,4}[0-9]{1,9}", re.ASCII)
 """Names that torch gives to symbols: s0, u3, zf2."""
 _NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
 _OPAQUE = re.compile(r"(OpaqueUnaryFn|BitwiseFn)_[a-z0-9_]{1,30}", re.ASCII)
 _KEY = re.compile(r"[A-Za-z0-9_ .-]{1,200}", re.ASCII)
 
-_ASSUMPTIONS = frozenset(
-    (
-        "integer",
-        "positive",
-        "nonnegative",
-        "negative",
-        "nonpositive",
-        "real",
-        "extended_real",
-        "rational",
-        "zero",
-        "nonzero",
-        "even",
-        "odd",
-        "finite",
-        "commutative",
-        "complex",
-    )
+_ASSUMPTIONS = words(
+    "integer positive nonnegative negative nonpositive real extended_real rational zero nonzero even odd finite "
+    "commutative complex"
 )
-_FUNCTIONS = frozenset(
-    (
-        "Add",
-        "Mul",
-        "Max",
-        "Min",
-        "Abs",
-        "floor",
-        "ceiling",
-        "sqrt",
-        "Eq",
-        "Equality",
-        "Ne",
-        "Unequality",
-        "Lt",
-        "StrictLessThan",
-        "Gt",
-        "StrictGreaterThan",
-        "Le",
-        "LessThan",
-        "Ge",
-        "GreaterThan",
-        "And",
-        "Or",
-        "Not",
-        "Piecewise",
-        "ExprCondPair",
-        "Where",
-        "FloorDiv",
-        "ModularIndexing",
-        "PythonMod",
-        "Mod",
-        "CleanDiv",
-        "CeilToInt",
-        "FloorToInt",
-        "CeilDiv",
-        "FloatTrueDiv",
-        "IntTrueDiv",
-        "IsNonOverlappingAndDenseIndicator",
-        "TruncToFloat",
-        "TruncToInt",
-        "RoundToInt",
-        "RoundDecimal",
-        "ToFloat",
-        "Identity",
-        "Tuple",
-    )
+_FUNCTIONS = words(
+    "Add Mul Max Min Abs floor ceiling sqrt Eq Equality Ne Unequality Lt StrictLessThan Gt StrictGreaterThan Le "
+    "LessThan Ge GreaterThan And Or Not Piecewise ExprCondPair Where FloorDiv ModularIndexing PythonMod Mod "
+    "CleanDiv CeilToInt FloorToInt CeilDiv FloatTrueDiv IntTrueDiv IsNonOverlappingAndDenseIndicator TruncToFloat "
+    "TruncToInt RoundToInt RoundDecimal ToFloat Identity Tuple"
 )
-_POWERS = frozenset(("Pow", "PowByNatural", "FloatPow", "LShift"))
-_GUARD_FUNCTIONS = frozenset(
-    (
-        "len",
-        "int",
-        "float",
-        "bool",
-        "max",
-        "min",
-        "abs",
-        "round",
-        "math.ceil",
-        "math.floor",
-        "math.trunc",
-        "math.sqrt",
-        "math.isnan",
-        "math.pow",
-        "torch.sym_float",
-        "torch.sym_int",
-        "torch.sym_not",
-        "torch.sym_max",
-        "torch.sym_min",
-        "torch.sym_ite",
-        "torch.sym_sqrt",
-        "torch._sym_sqrt",
-        "cast_symbool_to_symint_guardless",
-        "IsNonOverlappingAndDenseIndicator",
-    )
+_POWERS = words("Pow PowByNatural FloatPow LShift")
+_GUARD_FUNCTIONS = words(
+    "len int float bool max min abs round math.ceil math.floor math.trunc math.sqrt math.isnan math.pow "
+    "torch.sym_float torch.sym_int torch.sym_not torch.sym_max torch.sym_min torch.sym_ite torch.sym_sqrt "
+    "torch._sym_sqrt cast_symbool_to_symint_guardless IsNonOverlappingAndDenseIndicator"
 )
-_GUARD_METHODS = frozenset(("size", "stride", "storage_offset"))
+_GUARD_METHODS = words("size stride storage_offset")
 _BINARY = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.RShift)
 _UNARY = (ast.UAdd, ast.USub, ast.Not, ast.Invert)
 _COMPARE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -201,7 +127,6 @@ def _arithmetic(node: ast.expr, visit: Callable[[ast.expr], int]) -> int:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return _power(node.left, node.right, visit)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift):
-        visit(node.left)
         shift = _literal(node.right)
         if shift is None or not 0 <= shift <= MAX_EXPONENT:
             raise Refused("it shifts by something other than a small number")

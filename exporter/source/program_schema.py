@@ -344,8 +344,19 @@ def _prepare_graph_module(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "metadata": {}, "treespec_namedtuple_fields": {}}
 
 
+def _prepare_program(data: dict[str, Any]) -> dict[str, Any]:
+    """A program without a verifier would not be verified at all."""
+    return {**data, "verifiers": data.get("verifiers") or ["TRAINING"]}
+
+
+def _prepare_device(data: dict[str, Any]) -> dict[str, Any]:
+    return {"type": data.get("type"), "index": None}
+
+
 _PREPARE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "Node": _prepare_node,
     "NamedArgument": _prepare_argument,
     "GraphModule": _prepare_graph_module,
+    "Device": _prepare_device,
+    "ExportedProgram": _prepare_program,
 }

@@ -114,9 +114,9 @@ def _payloads(archive: Archive, folder: str, model: str, kind: str) -> dict[str,
 
 
 def _load(archive: Archive, model: str) -> Pt2:
-    data = _json(archive, f"models/{model}.json", schema.ExportedProgram)
     state = _payloads(archive, _WEIGHTS, model, "weights")
     constants = _payloads(archive, _CONSTANTS, model, "constants")
+    data = _json(archive, f"models/{model}.json", schema.ExportedProgram)
     if both := state.keys() & constants.keys():
         raise SourceUnsafe(f"{archive.name} has {min(both)!r} both as a weight and as a constant.", file=archive.name)
     _check_version(archive, data)

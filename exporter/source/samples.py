@@ -82,7 +82,7 @@ def _plain(value: Any, what: str, sizes: set[int], depth: int) -> Any:
         items = [_plain(item, what, sizes, depth + 1) for item in value]
         return items if type(value) is list else tuple(items)
     if type(value) in (dict, OrderedDict):
-        result = {}
+        result: dict[Any, Any] = type(value)()
         for key, item in value.items():
             if not (type(key) is int or (type(key) is str and KEY.fullmatch(key))):
                 raise SourceUnsafe(f"{what} has a dict with a key that is not a plain string or number.")

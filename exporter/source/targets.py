@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from exporter.contract.errors import UnsupportedModel
-from exporter.source.expressions import Refused
+from exporter.source.expressions import Refused, words
 
 _OPERATOR = re.compile(r"torch\.ops\.([a-z][a-z0-9_]*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
 _HIGHER_ORDER = re.compile(r"torch\.ops\.higher_order\.([a-z][a-z0-9_]*)", re.ASCII)
@@ -29,101 +29,37 @@ _NAMESPACES = {
 }
 """Namespaces of operators that compute on tensors only, and the installed module that registers them."""
 
-_DENIED = frozenset(
-    (
-        "from_file",
-        "save",
-        "load",
-        "warn",
-        "format",
-        "print",
-        "item_size",
-        "set_",
-        "set_data",
-        "_set_item",
-        "wait",
-        "sleep",
-        "_print",
-        "backward",
-        "_make_dual",
-        "record_stream",
-    )
+_DENIED = words(
+    "from_file save load warn format print item_size set_ set_data _set_item wait sleep _print backward "
+    "_make_dual record_stream"
 )
 """Operators of those namespaces that reach outside of their tensors, or would if a kernel were registered."""
 
-_NO_RESULT = frozenset(
-    (
-        "_assert_async",
-        "_assert_scalar",
-        "_assert_tensor_metadata",
-        "sym_constrain_range",
-        "sym_constrain_range_for_size",
-        "_foreach_add_",
-        "_foreach_mul_",
-        "_foreach_copy_",
-        "_functional_assert_scalar",
-        "_functional_sym_constrain_range",
-    )
+_NO_RESULT = words(
+    "_assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range sym_constrain_range_for_size "
+    "_foreach_add_ _foreach_mul_ _foreach_copy_ _functional_assert_scalar _functional_sym_constrain_range"
 )
 """Operators that return nothing and are still plain; any other without a result acts on something else."""
 
-HIGHER_ORDER = frozenset(
-    (
-        "cond",
-        "while_loop",
-        "scan",
-        "associative_scan",
-        "map",
-        "map_impl",
-        "wrap_with_set_grad_enabled",
-        "wrap_with_autocast",
-        "out_dtype",
-        "auto_functionalized",
-        "auto_functionalized_v2",
-        "flex_attention",
-        "invoke_subgraph",
-        "strict_mode",
-        "hints_wrapper",
-        "wrap_activation_checkpoint",
-        "tag_activation_checkpoint",
-    )
+HIGHER_ORDER = words(
+    "cond while_loop scan associative_scan map map_impl wrap_with_set_grad_enabled wrap_with_autocast out_dtype "
+    "auto_functionalized auto_functionalized_v2 flex_attention invoke_subgraph strict_mode hints_wrapper "
+    "wrap_activation_checkpoint tag_activation_checkpoint"
 )
 
-PLAIN = frozenset(
-    [
-        f"_operator.{name}"
-        for name in (
-            "add",
-            "and_",
-            "eq",
-            "floordiv",
-            "ge",
-            "getitem",
-            "gt",
-            "le",
-            "lshift",
-            "lt",
-            "mod",
-            "mul",
-            "ne",
-            "neg",
-            "not_",
-            "or_",
-            "pos",
-            "pow",
-            "rshift",
-            "sub",
-            "truediv",
-            "xor",
-        )
-    ]
-    + [f"math.{name}" for name in ("ceil", "floor", "sqrt", "trunc")]
-    + [f"torch.sym_{name}" for name in ("float", "int", "ite", "max", "min", "not", "sqrt", "sum")]
-    + [
-        f"torch._sym_{name}"
-        for name in ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "exp", "log", "log2")
-    ]
-)
+_PLAIN = {
+    "_operator.": words(
+        "add and_ eq floordiv ge getitem gt le lshift lt mod mul ne neg not_ or_ pos pow rshift sub truediv xor"
+    ),
+    "math.": words("ceil floor sqrt trunc"),
+    "torch.sym_": words("float int ite max min not sqrt sum"),
+    "torch._sym_": words("sqrt cos cosh sin sinh tan tanh asin acos atan exp log log2"),
+    "torch._functorch.predispatch.": words(
+        "lazy_load_decompositions _vmap_increment_nesting _vmap_decrement_nesting _add_batch_dim _remove_batch_dim"
+    ),
+}
+PLAIN = frozenset(prefix + name for prefix, names in _PLAIN.items() for name in names)
+"""Functions of Python and torch on numbers, and what `torch.vmap` leaves in a graph."""
 
 
 @lru_cache(maxsize=4096)

@@ -49,7 +49,7 @@ def _clean(spec: Any, depth: int) -> dict[str, Any]:
         return {"type": None, "context": None, "children_spec": []}
     clean = [_clean(child, depth + 1) for child in children]
     if kind in _KEYED:
-        return {"type": _DICT, "context": json.dumps(_keys(context, len(clean))), "children_spec": clean}
+        return {"type": kind, "context": json.dumps(_keys(context, len(clean))), "children_spec": clean}
     return {"type": kind if kind in _PLAIN else _TUPLE, "context": "null", "children_spec": clean}
 
 
@@ -70,6 +70,6 @@ def keyword_names(text: str) -> list[str | int]:
     """The keyword names of a cleaned input spec `(args, kwargs)`: torch writes them into a function's signature."""
     spec = json.loads(text)[1]
     children = spec["children_spec"]
-    if spec["type"] != _TUPLE or len(children) != 2 or children[1]["type"] != _DICT:
+    if spec["type"] != _TUPLE or len(children) != 2 or children[1]["type"] not in _KEYED:
         return []
     return list(json.loads(children[1]["context"]))
