@@ -20,13 +20,15 @@ from service.database import Database
 from service.executor_table import ExecutorTable
 from service.executors.base import Executor
 from service.executors.local import COMMAND, LocalExecutor, LocalLogs
+from service.issuer_keys import IssuerKeys
 from service.job_queue import JobQueue
 from service.job_store import JobStore
 from service.logging_setup import configure_logging
 from service.metrics import Metrics
+from service.oidc import OidcVerifier
 from service.policy import load_policy
 from service.scheduler import Scheduler, Timing
-from service.settings import Settings, load_settings
+from service.settings import GITHUB_ISSUER, Settings, load_settings
 from service.tokens import TokenTable
 
 log = structlog.get_logger("service")
@@ -97,7 +99,13 @@ def _authenticator(settings: Settings, database: Database) -> Authenticator:
     return Authenticator(
         anonymous="none" in settings.auth,
         tokens=TokenTable(database) if "token" in settings.auth else None,
+        oidc=_oidc(settings) if "github-oidc" in settings.auth else None,
     )
+
+
+def _oidc(settings: Settings) -> OidcVerifier:
+    issuer = settings.oidc_issuer or GITHUB_ISSUER
+    return OidcVerifier(issuer, settings.oidc_audience or "", IssuerKeys(issuer))
 
 
 def _background(

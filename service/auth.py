@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from exporter.contract.errors import Unauthenticated
 from service.database import Clock
+from service.oidc import NUMERIC
 from service.policy import Caller
 from service.tokens import TokenTable
 
@@ -79,9 +79,11 @@ class Authenticator:
 
 def github_caller(claims: Mapping[str, Any]) -> Caller:
     """The caller that an OIDC token's claims name; the numeric repository id owns its exports."""
-    repository_id = str(claims.get("repository_id", ""))
-    if not re.fullmatch(r"[0-9]{1,19}", repository_id, re.ASCII):
-        raise refused("claim-missing", "the token has no numeric repository_id")
+    if claims.get("repository_id") is None:
+        raise refused("claim-missing", "the token has no repository_id claim")
+    repository_id = str(claims["repository_id"])
+    if not NUMERIC.fullmatch(repository_id):
+        raise refused("malformed", "the token's repository_id claim is not a number")
     repository = _text(claims.get("repository"))
     run_id = str(claims.get("run_id", ""))
     server = str(claims.get("iss", ""))

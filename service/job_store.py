@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 
-from exporter.contract.errors import IdempotencyConflict, IllegalState, NotFound, QueueFull
+from exporter.contract.errors import Forbidden, IdempotencyConflict, IllegalState, NotFound, QueueFull
 from service.counters import Totals, read_totals
 from service.database import Clock, Database
-from service.jobs import Attempt, EventRow, Export, State
+from service.jobs import ACTIVE, Attempt, EventRow, Export, State
 from service.rows import EXPORT_COLUMNS, attempt_of, event_of, export_of, locked, moved, save, values_of
 from service.tables import attempts, events, exports, idempotency, labels
 
@@ -57,17 +57,24 @@ class JobStore:
         self._db.ping()
 
     def submit(
-        self, export: Export, *, key: IdempotencyKey | None = None, queue_limit: int | None = None
+        self,
+        export: Export,
+        *,
+        key: IdempotencyKey | None = None,
+        queue_limit: int | None = None,
+        unfinished_limit: int | None = None,
     ) -> tuple[Export, bool]:
         """Store a new export and True; or the export that the same key and body made before, and False.
 
         `IdempotencyConflict` where the key came with another body; `QueueFull` where its owner has
-        `queue_limit` queued.
+        `queue_limit` queued; `Forbidden` where its owner has `unfinished_limit` queued or running.
         """
         now = self._clock()
         with self._db.write() as connection:
             if key is not None and (existing := self._remembered(connection, export, key, now)) is not None:
                 return existing, False
+            if unfinished_limit is not None:
+                self._check_unfinished(connection, export.owner, unfinished_limit)
             if queue_limit is not None:
                 self._check_queue(connection, export.owner, queue_limit)
             row = values_of(export)
@@ -230,6 +237,19 @@ class JobStore:
         queued = connection.execute(select(func.count()).select_from(window)).scalar_one()
         if queued >= limit:
             raise QueueFull(f"{queued} exports of this caller are queued already", limit=limit)
+
+    def _check_unfinished(self, connection: Connection, owner: str, limit: int) -> None:
+        if not self._db.sqlite:
+            connection.execute(text("SELECT pg_advisory_xact_lock(hashtext(:owner))"), {"owner": owner})
+        unfinished = or_(*(exports.c.state == state.value for state in (State.QUEUED, *sorted(ACTIVE))))
+        window = select(exports.c.id).where(exports.c.owner == owner, unfinished).limit(limit).subquery()
+        found = connection.execute(select(func.count()).select_from(window)).scalar_one()
+        if found >= limit:
+            raise Forbidden(
+                f"this caller has {found} unfinished exports, as many as its rule allows",
+                hint="Wait until one of them has ended, or ask the operator for a higher `concurrent`.",
+                reason="concurrency",
+            )
 
     @staticmethod
     def _conditions(where: ListFilter, before: str | None) -> Sequence[ColumnElement[bool]]:

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
 
 from exporter.contract.base import Duration, Strict
-from exporter.contract.errors import Forbidden, InvalidRequest, SourceAccessDenied
+from exporter.contract.errors import Forbidden, InvalidRequest
 from exporter.contract.spec import Budgets, ExportRequest
 from service.jobs import Export
 from service.source_rules import normalised
@@ -124,19 +125,19 @@ class Access:
         return export.owner == self.caller.owner or "admin" in self.actions
 
     def authorise(self, request: ExportRequest) -> ExportRequest:
-        """The request with the rule's budgets where it has none; `Forbidden` or `SourceAccessDenied` otherwise."""
+        """The request with the rule's budgets where it has none; `Forbidden` otherwise."""
         self.require("submit")
         if self.rule is None:
             return request
         if not _any_glob(self.rule.recipes, request.recipe):
             raise _forbidden(f"this caller may not use the recipe {request.recipe}", "recipe")
         if not _any_glob(self.rule.sources, normalised(request.source)):
-            raise SourceAccessDenied("this caller's rule does not name the source", field="source", reason="source")
+            raise _forbidden("this caller's rule does not name the source", "source")
         merged = {}
         for name in _BUDGETS:
             limit, asked = getattr(self.rule.budgets, name), getattr(request.budgets, name)
             if limit is not None and asked is not None and asked > limit:
-                raise _forbidden(f"the budget {name} is above this caller's limit of {limit}", "budget")
+                raise _forbidden(f"the budget {to_camel(name)} is above this caller's limit of {limit}", "budget")
             merged[name] = limit if asked is None else asked
         return request.model_copy(update={"budgets": Budgets.model_validate(merged)})
 

@@ -47,8 +47,8 @@ def submit(
     """Queue an export: 202 with its address in Location. The request ends here; the export goes on."""
     asked = canonical(body)
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    able = _check(request, allowed, body)
     merged = allowed.authorise(body)
+    able = _check(request, allowed, body)
     jobs: JobStore = request.app.state.jobs
     if dry:
         owner = None if "read-all" in allowed.actions else allowed.caller.owner
@@ -116,8 +116,9 @@ def retry(request: Request, export_id: ExportId, allowed: Allowed) -> Response:
     if not export.state.terminal:
         raise IllegalState(f"the export is {export.state}; only a finished one can be retried")
     body = export.body
+    merged = allowed.authorise(body)
     _check(request, allowed, body)
-    return _queue(request, allowed, canonical(allowed.authorise(body)), parent=export.id)
+    return _queue(request, allowed, canonical(merged), parent=export.id)
 
 
 @router.delete("/exports/{export_id}", status_code=204)
@@ -184,7 +185,9 @@ def _queue(
         expires_at=None if settings.retention is None else now + settings.retention,
     )
     limit = None if allowed.caller.kind == "local" else QUEUE_LIMIT
-    stored, created = request.app.state.jobs.submit(export, key=key, queue_limit=limit)
+    stored, created = request.app.state.jobs.submit(
+        export, key=key, queue_limit=limit, unfinished_limit=export.concurrent
+    )
     answer = JSONResponse(view(request, stored), 202 if created else 200)
     answer.headers["Location"] = f"{settings.base_url}/exports/{stored.id}"
     return answer
