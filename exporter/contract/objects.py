@@ -55,3 +55,4 @@ class Capabilities:
     copy_part: bool = True
     list_uploads: bool = True
     presign: bool = True
+    metadata: bool = True

@@ -27,7 +27,7 @@ from exporter.contract.errors import (
 )
 from exporter.contract.objects import Capabilities, Part, StoredObject, Upload
 from exporter.store import crc
-from exporter.store.keys import check_key, pack_metadata, quote_path, relative_key
+from exporter.store.keys import check_key, quote_path, relative_key
 from exporter.store.local_files import DIRECTORY, NEW, pwrite, read_all, walk, wrapped, write_new
 
 UPLOADS = ".uploads"
@@ -51,8 +51,8 @@ class LocalStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Parts are written at their offsets, so they are equal; there are no URLs."""
-        return Capabilities(min_part=1, equal_parts=True, copy_part=True, presign=False)
+        """Parts are written at their offsets, so they are equal; files have no URLs and no metadata."""
+        return Capabilities(min_part=1, equal_parts=True, presign=False, metadata=False)
 
     def uri(self, key: str) -> str:
         """``file:///root/key``, percent-encoded."""
@@ -68,7 +68,7 @@ class LocalStore:
     def create_upload(self, key: str, *, media_type: str, metadata: Mapping[str, str], part_size: int) -> Upload:
         """Open an upload: a private directory with an empty file."""
         upload = Upload(_checked(key), uuid.uuid4().hex, time.time())
-        about = {"key": key, "started": upload.started, "partSize": part_size, "metadata": pack_metadata(metadata)}
+        about = {"key": key, "started": upload.started, "partSize": part_size}
         with wrapped(self._base), self._directory([UPLOADS, upload.id], create=True) as directory:
             write_new(directory, "upload.json", json.dumps(about).encode())
             os.close(os.open("data", NEW | os.O_WRONLY, 0o600, dir_fd=directory))

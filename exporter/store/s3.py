@@ -31,8 +31,8 @@ from exporter.store import crc
 from exporter.store.keys import check_key, pack_metadata, relative_key
 from exporter.store.s3_body import as_body
 from exporter.store.s3_client import RetryPolicy, S3Client
-from exporter.store.s3_errors import code_of
-from exporter.store.s3_profiles import profile_for
+from exporter.store.s3_errors import is_upload_gone
+from exporter.store.s3_profiles import Profile, profile_for
 from exporter.store.s3_reads import BucketReads
 
 NONCE = "weightless-nonce"
@@ -58,6 +58,7 @@ class S3Store:
         self,
         spec: StoreSpec,
         *,
+        profile: Profile | None = None,
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], None] = time.sleep,
         read_timeout: float = 60,
@@ -66,7 +67,7 @@ class S3Store:
         self._prefix = prefix + "/" if prefix else ""
         self._base = f"s3://{self._bucket}/{self._prefix}"
         self._spec = spec
-        self._profile = profile_for(spec.profile, spec.endpoint)
+        self._profile = profile or profile_for(spec.profile, spec.endpoint)
         known = {"crc64nvme": True, "off": False, "auto": self._profile.crc64nvme}
         self._crc = known[spec.checksums]
         self._client = S3Client(spec, retry=retry, sleep=sleep, read_timeout=read_timeout)
@@ -198,7 +199,7 @@ class S3Store:
                     **self._where(upload.key), UploadId=upload.id, MultipartUpload={"Parts": listed}, **extra
                 )
             except bc.ClientError as error:
-                if code_of(error) == "NoSuchUpload" and self._is_ours(upload, known, parts, crc64nvme):
+                if is_upload_gone(error) and self._is_ours(upload, known, parts, crc64nvme):
                     return
                 unsure = True
                 raise
@@ -237,10 +238,8 @@ class S3Store:
             self._client.call(
                 "AbortMultipartUpload", self.uri(upload.key), **self._where(upload.key), UploadId=upload.id
             )
-        except NotFound:
-            pass
         except StoreRejected as error:
-            if error.details.get("code") != "NoSuchUpload" and error.details.get("status") != 404:
+            if error.details.get("status") != 404 or error.details.get("code") == "NoSuchBucket":
                 raise
         with self._lock:
             self._open.pop(upload.id, None)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 def as_body(view: memoryview) -> bytes | bytearray | io.RawIOBase:
@@ -46,9 +50,10 @@ class ViewReader(io.RawIOBase):
         self._at = max(0, base + offset)
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:
-        """At most `size` bytes, all that is left if negative."""
-        end = self._view.nbytes if size is None or size < 0 else min(self._view.nbytes, self._at + size)
-        data = bytes(self._view[self._at : end])
-        self._at = max(self._at, end)
-        return data
+    def readinto(self, buffer: Buffer, /) -> int:
+        """Fill `buffer` as far as there are bytes; `RawIOBase.read` is made of it."""
+        with memoryview(buffer).cast("B") as target:
+            count = min(len(target), max(0, self._view.nbytes - self._at))
+            target[:count] = self._view[self._at : self._at + count]
+        self._at += count
+        return count

@@ -135,12 +135,12 @@ def _from_reply(error: bc.ClientError, operation: str, place: str) -> Weightless
     code, status = code_of(error), status_of(error)
     said = f"{operation} of {place} was answered {status or 'with an error'} {code}".rstrip()
     details: dict[str, Any] = {"code": code, "status": status, "operation": operation}
-    if code in ("NoSuchKey", "NoSuchVersion") or (status == 404 and operation in ("HeadObject", "GetObject")):
-        return NotFound(f"there is no object {place}", **details)
     if code == "NoSuchBucket":
         return StoreRejected(
             f"there is no bucket for {place}", hint="Create the bucket, or correct WEIGHTLESS_STORE.", **details
         )
+    if status == 404 and operation in ("HeadObject", "GetObject", "DeleteObject"):
+        return NotFound(f"there is no object {place}", **details)
     if status == 507 or code in ("XMinioStorageFull", "InsufficientCapacity"):
         return DiskFull(said, hint="Free space in the object store, then retry.", **details)
     if is_passing(error):
@@ -150,6 +150,11 @@ def _from_reply(error: bc.ClientError, operation: str, place: str) -> Weightless
     if status in (401, 403, 411, 501) and operation in ("PutObject", "UploadPart", "CreateMultipartUpload"):
         return StoreRejected(said, hint=f"Check that writing is allowed there. {CHECKSUM_HINT}", **details)
     return StoreRejected(said, **details)
+
+
+def is_upload_gone(error: bc.ClientError) -> bool:
+    """Whether a reply says that there is no such upload; Ceph calls it NoSuchKey at some operations."""
+    return status_of(error) == 404 and code_of(error) != "NoSuchBucket"
 
 
 def code_of(error: bc.ClientError) -> str:
