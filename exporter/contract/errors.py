@@ -262,6 +262,12 @@ class Forbidden(WeightlessError):
     default_hint = "`weightless policy check` explains which rule decided."
 
 
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """A foreign error's class and the first line of its text, at most `limit` characters, for a message of ours."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}"[:limit] if lines else type(error).__name__
+
+
 def _tree(root: type[WeightlessError]) -> dict[str, type[WeightlessError]]:
     found: dict[str, type[WeightlessError]] = {}
     for child in root.__subclasses__():

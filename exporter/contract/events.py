@@ -22,8 +22,8 @@ MAX_LINE = 64 * 1024
 """Bytes that an event line may have, its newline included."""
 RECORD_SEPARATOR = "\x1e"
 """Starts an event line where other output shares the stream (RFC 7464)."""
-PROGRESS_INTERVAL = 0.5
-"""Seconds between two progress events of one stage: at most two a second."""
+PROGRESS_INTERVAL = 1.0
+"""Seconds between two progress events of one stage; with the last one at its end, at most two a second."""
 
 StageName = Literal["resolving", "capturing", "compiling", "uploading", "committing", "verifying"]
 STAGES: tuple[StageName, ...] = ("resolving", "capturing", "compiling", "uploading", "committing", "verifying")
@@ -188,6 +188,7 @@ class EventLog:
         self._seq = 0
         self._ended = False
         self._last_progress: dict[str, float] = {}
+        self._held_progress: dict[str, dict[str, Any]] = {}
 
     @property
     def ended(self) -> bool:
@@ -197,24 +198,34 @@ class EventLog:
     def emit(self, kind: str, **fields: Any) -> None:
         """Write one event of type `kind`; fields by their Python or JSON names, None left out."""
         with self._lock:
-            if self._ended:
-                return
-            body = {"v": 1, "seq": self._seq + 1, "time": now(), "type": kind, **_clean(fields)}
-            event = _ADAPTER.validate_python(body, by_alias=True, by_name=True)
-            line = self._line(event)
-            self._write(line)
-            self._seq += 1
-            self._ended = kind in ("finished", "failed")
+            if kind == "stage" and fields.get("state") == "finished" and fields.get("method") is None:
+                held = self._held_progress.pop(str(fields.get("name")), None)
+                if held is not None:
+                    self._emit("progress", held)
+            self._emit(kind, fields)
 
     def progress(self, stage: StageName, done: int, total: int, unit: str = "bytes", rate: int | None = None) -> None:
-        """Write a progress event, unless one of the same stage was written less than half a second ago."""
-        moment = time.monotonic()
+        """Write a progress event, or hold it back for a second after the stage's last; its end writes what is held."""
+        fields = {"stage": stage, "done": done, "total": total, "unit": unit, "rate": rate}
         with self._lock:
+            moment = time.monotonic()
             last = self._last_progress.get(stage)
             if last is not None and moment - last < PROGRESS_INTERVAL:
+                self._held_progress[stage] = fields
                 return
             self._last_progress[stage] = moment
-        self.emit("progress", stage=stage, done=done, total=total, unit=unit, rate=rate)
+            self._held_progress.pop(stage, None)
+            self._emit("progress", fields)
+
+    def _emit(self, kind: str, fields: dict[str, Any]) -> None:
+        if self._ended:
+            return
+        body = {"v": 1, "seq": self._seq + 1, "time": now(), "type": kind, **_clean(fields)}
+        event = _ADAPTER.validate_python(body, by_alias=True, by_name=True)
+        line = self._line(event)
+        self._write(line)
+        self._seq += 1
+        self._ended = kind in ("finished", "failed")
 
     def _line(self, event: AnyEvent) -> bytes:
         data = dump_event(event)

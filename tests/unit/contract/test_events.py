@@ -78,16 +78,19 @@ def test_a_line_that_is_no_event_is_refused(line: bytes) -> None:
         events.parse_event(line)
 
 
-def test_progress_is_at_most_two_a_second() -> None:
+def test_progress_is_at_most_two_a_second_and_ends_with_the_last_figure() -> None:
     out: list[bytes] = []
     log = events.EventLog(out.append)
-    for done in range(1000):
+    for done in range(1001):
         log.progress("uploading", done, 1000)
+    log.emit("stage", name="uploading", state="finished")
+    first, *_, last, end = lines_of(out)
     assert len(out) < 20
-    assert lines_of(out)[0] == {
-        "v": 1, "seq": 1, "time": lines_of(out)[0]["time"], "type": "progress",
+    assert first == {
+        "v": 1, "seq": 1, "time": first["time"], "type": "progress",
         "stage": "uploading", "done": 0, "total": 1000, "unit": "bytes",
     }  # fmt: skip
+    assert (last["type"], last["done"], end["type"]) == ("progress", 1000, "stage")
 
 
 def test_the_golden_lines_of_version_1_are_still_read() -> None:
