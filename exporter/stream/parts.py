@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from exporter.contract.errors import Cancelled, InternalError, WeightlessError
@@ -93,7 +93,7 @@ class PartSender:
         with self._changed:
             self._in_flight += 1
         try:
-            executor.submit(self._send, number, body)
+            executor.submit(self._send, number, body).add_done_callback(lambda future: self._dropped(future, body))
         except RuntimeError:  # shut down by an abort from another thread
             with self._changed:
                 self._in_flight -= 1
@@ -191,6 +191,14 @@ class PartSender:
             # The abort may not have waited for this part: what it left in the store has to go too.
             with contextlib.suppress(WeightlessError):
                 self._target.abort_upload(upload)
+
+    def _dropped(self, future: Future[None], body: bytearray) -> None:
+        """A part that an abort took out of the queue is no longer in flight."""
+        if future.cancelled():
+            self.give(body)
+            with self._changed:
+                self._in_flight -= 1
+                self._changed.notify_all()
 
     def _acknowledge(self, part: Part) -> None:
         with self._telling:
