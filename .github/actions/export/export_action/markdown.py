@@ -27,7 +27,7 @@ def link(label: str, url: str) -> str:
     """A link, if `url` is plain http or https; else the label. `label` is Markdown already."""
     if not re.fullmatch(r"https?://[A-Za-z0-9.:\[\]_~/?&=%#,;+@!$'*-]+", url):
         return label
-    safe = re.sub(r"[\[\]<>\\'*_~!$]", lambda found: f"%{ord(found.group()):02X}", url)
+    safe = re.sub(r"[\[\]'*!$]", lambda found: f"%{ord(found.group()):02X}", url)
     return f"[{label}]({safe})"
 
 
