@@ -15,7 +15,7 @@
       else if (old.getAttribute(name) !== value) old.setAttribute(name, value);
     }
     for (const { name } of [...old.attributes]) {
-      if (!fresh.hasAttribute(name) && name !== "open" && !old.hasAttribute("data-script")) old.removeAttribute(name);
+      if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
     }
     const before = [...old.childNodes], after = [...fresh.childNodes];
     after.forEach((node, at) => { if (before[at]) morph(before[at], node); else old.append(document.importNode(node, true)); });
