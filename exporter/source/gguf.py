@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gguf.constants import GGML_QUANT_SIZES
+
 from exporter.contract.errors import SourceUnsafe, UnsupportedModel
 from exporter.contract.segments import MAX_CHUNK, Chunk
 from exporter.source.ports import RangeReader, SourceTree, TensorInfo
@@ -27,24 +29,19 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 
 _PLAIN = {
-    0: ("float32", 4),
-    1: ("float16", 2),
-    24: ("int8", 1),
-    25: ("int16", 2),
-    26: ("int32", 4),
-    27: ("int64", 8),
-    28: ("float64", 8),
-    30: ("bfloat16", 2),
+    0: "float32",
+    1: "float16",
+    24: "int8",
+    25: "int16",
+    26: "int32",
+    27: "int64",
+    28: "float64",
+    30: "bfloat16",
 }
-"""ggml types that are torch's too: dtype name and bytes."""
+"""ggml types that are torch's too, by dtype name."""
 
-_BLOCKS = {
-    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36), 10: (256, 84), 11: (256, 110),
-    12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98),
-    19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 29: (256, 56), 34: (256, 54),
-    35: (256, 66), 39: (32, 17),
-}  # fmt: skip
-"""ggml's quantised types: elements and bytes of a block."""
+_BLOCKS: dict[int, tuple[int, int]] = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
+"""Elements and bytes of a block of each ggml type, as the `gguf` package lists them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +197,6 @@ def _length(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, where
     if math.prod(size for size in shape if size) >= 2**60:
         raise cursor.unsafe(f"has tensor {name[:100]!r} with a shape that overflows", where)
     count = math.prod(shape)
-    if kind in _PLAIN:
-        return count * _PLAIN[kind][1]
     if kind not in _BLOCKS:
         raise cursor.unsafe(f"has tensor {name[:100]!r} of the unknown type {kind}", where)
     elements, size = _BLOCKS[kind]
@@ -242,7 +237,7 @@ def _info(tensor: GgufTensor) -> TensorInfo:
         step *= max(size, 1)
     return TensorInfo(
         name=tensor.name,
-        dtype=_PLAIN[tensor.ggml_type][0],
+        dtype=_PLAIN[tensor.ggml_type],
         shape=tensor.shape,
         strides=tuple(reversed(strides)),
         storage_offset=0,

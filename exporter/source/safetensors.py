@@ -87,7 +87,12 @@ def read_header(reader: RangeReader, name: str) -> dict[str, Entry]:
     size = reader.size
     if size < 8:
         raise SourceUnsafe(f"{name} has {size} bytes: too short for a safetensors file.", file=name, offset=0)
-    length = int.from_bytes(reader.read(0, 8), "little")
+    start = reader.read(0, 8)
+    if start[:4] == b"PK\x03\x04" or (start[0] == 0x80 and start[1] in range(2, 6)):
+        raise SourceUnsafe(
+            f"{name} is a pickle of torch.save under another name; it was not loaded.", file=name, offset=0
+        )
+    length = int.from_bytes(start, "little")
     if length > MAX_HEADER or length > size - 8:
         raise SourceUnsafe(
             f"{name} says that its header has {length} bytes; the file has {size} and the limit is {MAX_HEADER}.",
@@ -98,9 +103,9 @@ def read_header(reader: RangeReader, name: str) -> dict[str, Entry]:
     if not isinstance(header, dict):
         raise SourceUnsafe(f"The header of {name} is not a JSON object.", file=name, offset=8)
     _check_metadata(header.pop("__metadata__", None), name)
-    start = 8 + length
-    entries = {key: _entry(key, value, name, start, size) for key, value in header.items()}
-    _check_layout(entries, name, start, size)
+    base = 8 + length
+    entries = {key: _entry(key, value, name, base, size) for key, value in header.items()}
+    _check_layout(entries, name, base, size)
     return entries
 
 
