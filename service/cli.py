@@ -40,9 +40,12 @@ def weightless(
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        typer.echo(version("weightless"))
+        try:
+            typer.echo(version("weightless"))
+        except PackageNotFoundError:
+            typer.echo("unknown: run from a source tree that is not installed")
         raise typer.Exit
 
 

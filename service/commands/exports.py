@@ -97,7 +97,7 @@ def submit(
         "recipe": recipe,
         "source": source,
         "options": {**_json_object(options, "--options"), **_pairs(option, "-o")},
-        "target": {"backend": "cuda", **_pairs(target, "--target")},
+        "target": {"backend": "cuda", **_target(_pairs(target, "--target"))},
         "budgets": {name: value for name, value in budgets.items() if value is not None},
         "labels": _labels(label),
         "priority": priority,
@@ -281,7 +281,7 @@ def _json_object(text: str | None, name: str) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
         raise InvalidRequest(f"{name} is not JSON: {error}", hint="""Quote it: --options '{"a": 1}'""") from error
     if not isinstance(value, dict):
@@ -296,10 +296,25 @@ def _pairs(items: list[str] | None, name: str) -> dict[str, Any]:
         if not equals or not key:
             raise InvalidRequest(f"{name} {item!r} is not KEY=JSON")
         try:
-            pairs[key] = json.loads(text)
+            pairs[key] = json.loads(text, parse_constant=_no_constant)
         except ValueError:
             pairs[key] = text
     return pairs
+
+
+def _target(given: dict[str, Any]) -> dict[str, Any]:
+    """What people write for what JSON wants: ``cudaVersion=13.0`` is a name and not a number, ``arch=sm_90`` a list."""
+    version, arch = given.get("cudaVersion"), given.get("arch")
+    if isinstance(version, (int, float)) and not isinstance(version, bool):
+        given["cudaVersion"] = str(version)
+    if isinstance(arch, str):
+        given["arch"] = arch.split(",")
+    return given
+
+
+def _no_constant(text: str) -> Any:
+    """NaN and Infinity are words here: no JSON reader on the way would take them as numbers."""
+    raise ValueError(text)
 
 
 def _labels(items: list[str] | None) -> dict[str, str]:
