@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from exporter.contract.errors import InvalidRequest, WeightlessError
+from exporter.contract.errors import InvalidRequest, WeightlessError, first_line
 from exporter.source.captured import Captured
 
 
@@ -41,9 +41,8 @@ def eager_cases(captured: Captured) -> list[Case]:
         except (WeightlessError, MemoryError):
             raise
         except Exception as error:
-            text = str(error).strip().splitlines()
             raise InvalidRequest(
-                f"method {method} does not run on its sample inputs: {type(error).__name__}: {(text or [''])[0][:300]}",
+                f"method {method} does not run on its sample inputs: {first_line(error)}",
                 hint="The sample inputs must be ones that the model takes; check their number, shapes and types.",
                 method=method,
             ) from error

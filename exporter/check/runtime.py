@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from exporter.contract.errors import first_line
+
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative error that passes, by the output's type; others below. Half types keep 11 and 8 bits."""
 TOLERANCE = 1e-4
@@ -36,8 +38,7 @@ def main(folder: Path) -> int:
         _say(failure=str(mismatch))
         return 1
     except Exception as error:
-        text = str(error).strip().splitlines()
-        _say(failure=f"the runtime refused the stored artifact: {type(error).__name__}: {(text or [''])[0][:300]}")
+        _say(failure=f"the runtime refused the stored artifact: {first_line(error)}")
         return 1
     return 0
 

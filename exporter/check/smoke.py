@@ -55,6 +55,9 @@ class SmokeCheck:
                 return _skipped(artifact, "ExecuTorch's Python runtime takes one data file")
             write_cases(folder, self._cases, program, data[0] if data else None)
             errors = run_child(folder)
+            absent = [case.method for case in self._cases if case.method not in errors]
+            if absent:
+                raise VerificationFailed(f"the check gave no outcome for {', '.join(absent)}", kind="runtime")
             return [
                 Verification(
                     method=case.method, status="passed", max_relative_error=errors[case.method], against="eager"
@@ -106,16 +109,20 @@ def run_child(folder: Path) -> dict[str, str]:
         except BaseException:
             child.kill()
             raise
-    return _outcome(reply.decode("utf-8", "replace").splitlines(), status)
+    return read_outcome(reply.decode("utf-8", "replace").splitlines(), status)
 
 
-def _outcome(lines: list[str], status: int) -> dict[str, str]:
-    doing, errors, failure = "starting", {}, ""
+def read_outcome(lines: Sequence[str], status: int) -> dict[str, str]:
+    """The largest relative error per method from a child's output lines and exit status; raises what went wrong."""
+    doing, failure = "starting", ""
+    errors: dict[str, str] = {}
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
             continue  # the runtime's own output
+        if not isinstance(record, dict):
+            continue
         doing = record.get("doing", doing)
         failure = record.get("failure", failure)
         if "error" in record:

@@ -9,22 +9,27 @@ made (host memory: once the weights of the program, until they are sent).
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import torch
-from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
-from executorch.exir.schema import ScalarType, Tensor, TensorDataLocation
 from torch.export import ExportedProgram
 
-from exporter.contract.errors import InternalError, UnsupportedModel, WeightlessError
+from exporter.contract.errors import InternalError, UnsupportedModel, WeightlessError, first_line
 from exporter.contract.manifest import Method, TensorSpec
 from exporter.contract.segments import MAX_CHUNK, Chunk, Segment, SegmentName, TensorLayout
 from exporter.lowering.operators import custom_operators, missing_kernels, named_operators
 from exporter.lowering.ports import Lowered, Plan, Progress
 from exporter.source.captured import Captured
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # ExecuTorch 1.5.1 uses deprecated parts of the standard library at import
+    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir.passes import MemoryPlanningPass
+    from executorch.exir.schema import ScalarType, Tensor, TensorDataLocation
 
 TAG = "model"
 """The external tag, and so the data file's name without its suffix."""
@@ -78,7 +83,9 @@ class CpuLowering:
         for done, method in enumerate(methods):
             progress.step("compiling", method, done, len(methods))
         try:
-            manager = self._compile(captured)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # upstream's own deprecations
+                manager = self._compile(captured)
         except (WeightlessError, MemoryError):
             raise
         except Exception as error:
@@ -117,7 +124,12 @@ class CpuLowering:
         store = edge._named_data_store
         store.external_data.setdefault(TAG, {}).update(store.pte_data)
         store.pte_data.clear()
-        return edge.to_executorch(ExecutorchBackendConfig(external_constants=lambda node: TAG))
+        return edge.to_executorch(
+            ExecutorchBackendConfig(
+                external_constants=lambda node: TAG,
+                memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=captured.share_buffers),
+            )
+        )
 
 
 def with_dense_weights(program: ExportedProgram) -> ExportedProgram:
@@ -149,12 +161,6 @@ def unsupported(backend: str, method: str, operators: Iterable[str]) -> Unsuppor
         method=method,
         operators=names[:50],
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The error's class and the first line of its text, at most 300 characters."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
 
 
 class _Collected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection
 from functools import cache
 
@@ -18,7 +19,9 @@ _COMPLAINTS = ("Missing out variants", "is not an Aten operator", "is not Aten C
 @cache
 def runtime_operators() -> frozenset[str]:
     """Kernels registered in the installed CPU runtime, such as ``aten::add.out``."""
-    from executorch.runtime import Runtime
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "experimental"
+        from executorch.runtime import Runtime
 
     return frozenset(Runtime.get().operator_registry.operator_names)
 

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 import transformers
 
-from exporter.contract.errors import InvalidRequest, SourceNotFound, SourceUnsafe, UnsupportedModel, WeightlessError
+from exporter.contract.errors import (
+    InvalidRequest,
+    SourceNotFound,
+    SourceUnsafe,
+    UnsupportedModel,
+    WeightlessError,
+    first_line,
+)
 from exporter.source.module import ModuleWeights, fill
 from exporter.source.ports import SourceTree
 from exporter.source.safetensors import SafetensorsWeights, strict_json
@@ -59,7 +66,7 @@ def read_config(tree: SourceTree) -> Any:
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict({k: v for k, v in raw.items() if k not in _IGNORED})
     except Exception as error:
-        raise InvalidRequest(f"{CONFIG} does not describe a {kind} model: {_first_line(error)}") from error
+        raise InvalidRequest(f"{CONFIG} does not describe a {kind} model: {first_line(error)}") from error
 
 
 def model_class(config: Any, task: str) -> Any:
@@ -102,7 +109,7 @@ def load_model(tree: SourceTree, config: Any, kind: Any, dtype: str) -> tuple[to
         raise
     except Exception as error:
         raise SourceUnsafe(
-            f"the weights do not fit the configuration: {_first_line(error)}",
+            f"the weights do not fit the configuration: {first_line(error)}",
             hint="config.json and the safetensors files must come from the same model.",
         ) from error
     missing = sorted(info["missing_keys"])
@@ -119,8 +126,3 @@ def load_model(tree: SourceTree, config: Any, kind: Any, dtype: str) -> tuple[to
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     return model, ModuleWeights(tensors, () if remote else stored.maps)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

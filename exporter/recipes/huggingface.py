@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, Field
 
 from exporter.contract.base import Strict
-from exporter.contract.errors import InvalidRequest, UnsupportedModel, WeightlessError
+from exporter.contract.errors import InvalidRequest, UnsupportedModel, WeightlessError, first_line
 from exporter.contract.manifest import check_file_name
 from exporter.contract.segments import MAX_CHUNK, Chunk
 from exporter.contract.spec import Target
@@ -195,9 +195,3 @@ def _chunks(tree: SourceTree, name: str) -> Iterator[Chunk]:
         yield from reader.chunks(0, reader.size, MAX_CHUNK)
     finally:
         reader.close()
-
-
-def first_line(error: BaseException) -> str:
-    """The error's class and the first line of its text, at most 300 characters."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
