@@ -1,7 +1,8 @@
 """Write the benchmark tables of the README from tests/bench/results/*.json, so that no figure is typed by hand.
 
-Between `<!-- bench:NAME -->` and `<!-- /bench -->` stands the table of results/NAME.json. `--check` only says whether
-the README is up to date (exit 1 if not).
+Between `<!-- bench:NAME -->` and `<!-- /bench -->` stands the table of results/NAME.json, between `<!-- settings -->`
+and `<!-- /settings -->` that of the service's settings. `--check` only says whether the README is up to date (exit 1 if
+not).
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from service.settings import settings_table
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 BLOCK = re.compile(r"(<!-- bench:([a-z0-9_]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+
+SETTINGS = re.compile(r"(<!-- settings -->\n).*?(<!-- /settings -->)", re.DOTALL)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -47,7 +52,7 @@ def render(readme: str) -> str:
         path = RESULTS / f"{match[2]}.json"
         return match[1] + (table(json.loads(path.read_text())) if path.exists() else "") + match[3]
 
-    return BLOCK.sub(fill, readme)
+    return SETTINGS.sub(lambda match: match[1] + settings_table() + match[2], BLOCK.sub(fill, readme))
 
 
 def main() -> int:
