@@ -6,6 +6,7 @@ between, whatever the busy timeout. Every write therefore starts with BEGIN IMME
 
 from __future__ import annotations
 
+import fcntl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ class Database:
         self.engine = _sqlite_engine(self, pool_size) if self.sqlite else _postgres_engine(self, pool_size)
         # One writer at a time in this process: threads queue here in order instead of polling SQLite's lock.
         self._turn = threading.Lock()
+        self._turn_file = Path(f"{self.url.database}.turn")
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -58,6 +60,7 @@ class Database:
         if self.sqlite:
             with (
                 self._turn,
+                self._file_turn(),
                 _wrapped(),
                 self.engine.connect().execution_options(immediate=True) as connection,
                 connection.begin(),
@@ -66,6 +69,13 @@ class Database:
         else:
             with _wrapped(), self.engine.begin() as connection:
                 yield connection
+
+    @contextmanager
+    def _file_turn(self) -> Iterator[None]:
+        """This process's turn to write. Without it processes would poll SQLite's lock, and some would starve."""
+        with self._turn_file.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def ping(self) -> None:
         """Raise `WeightlessError` unless the database answers."""
