@@ -83,6 +83,8 @@ class Timing:
     backoff: float = BACKOFF_SECONDS
     report_every: float = REPORT_SECONDS
     lease: float = 60.0
+    store_again: float = 5.0
+    """Between two questions to a store that did not answer."""
 
 
 class Scheduler:
@@ -119,6 +121,17 @@ class Scheduler:
         self._reporter = threading.Thread(target=self._keep_describing, name="executor-report", daemon=True)
 
     @property
+    def ready(self) -> bool:
+        """Whether the executor has described itself."""
+        return self._report is not None
+
+    @property
+    def claimer(self) -> Claimer:
+        """Who this scheduler is, and what its executor can serve."""
+        able: frozenset[str] = frozenset() if self._report is None else capabilities(self._report)
+        return Claimer(self._name, self._executor.id, able)
+
+    @property
     def busy(self) -> int:
         """Attempts in hand."""
         return len(self._running)
@@ -139,7 +152,7 @@ class Scheduler:
         self._table.register(self._executor.id, self._executor.kind, self._executor.host, self._executor.slots(None))
         self._report = next((row.report for row in self._table.all() if row.id == self._executor.id), None)
         self._slots = self._executor.slots(self._report) if self._report is not None else 0
-        for export in self._queue.adopt(self._claimer(), self._timing.lease):
+        for export in self._queue.adopt(self.claimer, self._timing.lease):
             log.info("attempt found again", export=export.id, attempt=export.attempt)
             self._watch(export, self._executor.attach(export.id, export.attempt), _slot_index(export))
         self._reporter.start()
@@ -171,10 +184,6 @@ class Scheduler:
             self._claim_all(now)
             self._take_expired()
 
-    def _claimer(self) -> Claimer:
-        able = frozenset() if self._report is None else capabilities(self._report)
-        return Claimer(self._name, self._executor.id, able)
-
     def _keep_leases(self, now: float) -> None:
         if now - self._beaten >= min(10.0, self._timing.lease / 3):
             self._table.beat(self._executor.id, busy=self.busy, draining=self._draining.is_set())
@@ -187,7 +196,7 @@ class Scheduler:
             self._forget(self._running[export_id])
 
     def _claim_all(self, now: float) -> None:
-        claimer = self._claimer()
+        claimer = self.claimer
         if not claimer.capabilities:
             return
         taken = {running.slot for running in self._running.values()}
@@ -280,7 +289,7 @@ class Scheduler:
                 return
         except WeightlessError as silent:
             if now - (running.ended_at or now) < STORE_PATIENCE:
-                running.ask_store_at = now + 5.0
+                running.ask_store_at = now + self._timing.store_again
                 return
             running.stop_reason = running.stop_reason or StoreUnavailable(
                 f"the store does not say whether the export is there: {silent.message}"
@@ -345,7 +354,7 @@ class Scheduler:
 
     def _take_expired(self) -> None:
         """Exports whose scheduler died elsewhere: their outcome is what the store says."""
-        for export in self._queue.take_expired(self._claimer(), self._timing.lease):
+        for export in self._queue.take_expired(self.claimer, self._timing.lease):
             if export.id not in self._running:
                 self._watch(export, _Gone(), -1)
                 uploads = self._queue.open_uploads(export)
