@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +18,29 @@ from typing import TypeVar
 import httpx2
 
 from exporter.artifact.ports import Blob
-from exporter.contract.errors import NotFound, StoreRejected, StoreUnavailable
+from exporter.contract.errors import InvalidRequest, NotFound, StoreRejected, StoreUnavailable
 
 RETRIES = 6
 """Further tries of a ranged GET: waits of 0.2 s, doubling, jittered, at most 10 s."""
 _RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19})")
 _T = TypeVar("_T")
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})
+
+
+def tls_context(ca_bundle: str | None) -> ssl.SSLContext:
+    """Trust in the system's certificates and in those of `ca_bundle`: a store behind links may have a CA of its own.
+
+    `InvalidRequest` where the bundle cannot be read.
+    """
+    context = ssl.create_default_context()
+    if ca_bundle is not None:
+        try:
+            context.load_verify_locations(cafile=ca_bundle)
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidRequest(
+                f"the CA bundle {ca_bundle} cannot be read", hint="Check WEIGHTLESS_S3_CA_BUNDLE."
+            ) from error
+    return context
 
 
 def shown(url: str) -> str:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import httpx2
 
+from exporter.artifact.links import tls_context
 from exporter.artifact.ports import SweptStore
 from exporter.contract.errors import StoreRejected, WeightlessError
 from exporter.contract.machine import Check
@@ -36,10 +37,10 @@ class ProbedStore(SweptStore, Protocol):
         """A link."""
 
 
-def probe_store(store: ProbedStore) -> list[Check]:
+def probe_store(store: ProbedStore, ca_bundle: str | None = None) -> list[Check]:
     """One check for each thing that exports rely on; a store that lacks an optional one still passes, and says so."""
     prefix = f".weightless-doctor/{secrets.token_hex(8)}"
-    probe = _Probe(store, prefix)
+    probe = _Probe(store, prefix, ca_bundle)
     checks = [_checked("write and read", probe.write)]
     if checks[0].ok:
         checks += [
@@ -63,8 +64,9 @@ def _checked(name: str, call: Callable[[], str]) -> Check:
 
 
 class _Probe:
-    def __init__(self, store: ProbedStore, prefix: str) -> None:
+    def __init__(self, store: ProbedStore, prefix: str, ca_bundle: str | None) -> None:
         self._store = store
+        self._ca_bundle = ca_bundle
         self._key = f"{prefix}/object"
         self._upload_key = f"{prefix}/upload"
         self._body = secrets.token_bytes(1000)
@@ -127,7 +129,7 @@ class _Probe:
             return "this kind of store has no links; consumers need access of their own"
         url = self._store.presign(self._key, 60)
         try:
-            answer = httpx2.get(url, timeout=20.0)
+            answer = httpx2.get(url, timeout=20.0, verify=tls_context(self._ca_bundle))
         except httpx2.TransportError as error:
             raise StoreRejected(f"a presigned link cannot be fetched: {type(error).__name__}") from error
         if answer.status_code != 200 or answer.content != self._body:

@@ -113,7 +113,8 @@ def _probe() -> list[Check]:
     from exporter.store.open import open_store
     from service.settings import load_settings
 
-    return probe_store(open_store(load_settings().store_spec()))
+    settings = load_settings()
+    return probe_store(open_store(settings.store_spec()), settings.s3_ca_bundle)
 
 
 def _print_report(output: Output, report: MachineReport, checks: list[Check]) -> None:

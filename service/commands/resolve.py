@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from exporter.artifact.links import LinkOrigin, SignedLinks
+from exporter.artifact.links import LinkOrigin, SignedLinks, tls_context
 from exporter.artifact.location import locate_manifest
 from exporter.artifact.ports import Origin, StoreReads
 from exporter.contract.errors import InvalidRequest, NotFound, StoreRejected, VerificationFailed
@@ -105,4 +106,5 @@ def _links(client: Client, export_id: str, first: dict[str, str]) -> dict[str, s
 
 def _http() -> httpx2.Client:
     limits = httpx2.Limits(max_connections=64, max_keepalive_connections=64)
-    return httpx2.Client(timeout=httpx2.Timeout(60.0, connect=10.0), limits=limits, follow_redirects=False)
+    context = tls_context(os.environ.get("WEIGHTLESS_S3_CA_BUNDLE") or None)
+    return httpx2.Client(timeout=httpx2.Timeout(60.0, connect=10.0), limits=limits, verify=context)
