@@ -10,6 +10,7 @@ import base64
 import hashlib
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -19,6 +20,9 @@ import pygal
 
 from service.web.timeline import Timeline
 from service.web.words import size
+
+# pygal leaves an import hook for map plug-ins, of a kind that Python 3.11 warns of at each import and 3.12 ignores.
+sys.meta_path[:] = [hook for hook in sys.meta_path if not isinstance(hook, pygal.PluginImportFixer)]
 
 WIDTH, HEIGHT = 960, 320
 _CURVES = (("host anonymous", "host_anon"), ("host RSS", "host_rss"), ("GPU", "gpu"))
