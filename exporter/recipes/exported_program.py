@@ -51,6 +51,8 @@ class ExportedProgramRecipe:
         from exporter.source.pt2 import open_pt2
 
         program, weights, stored = open_pt2(tree, archive_name(tree, options.file), options.model)
+        if target.backend != "cuda":
+            weights.fill()  # the CPU back ends pack values: a remote archive's are read now, a local one's are mapped
         if options.inputs is not None:
             sample = _given_sample(program, options.inputs)
         else:
