@@ -100,7 +100,10 @@ class JobQueue:
         with self._db.write() as connection:
             rows = connection.execute(query.with_for_update(skip_locked=True)).mappings().all()
             found = [export_of(row) for row in rows]
-            taken = [item.evolve(lease_owner=claimer.name, lease_until=now + lease_seconds) for item in found]
+            taken = [
+                item.evolve(lease_owner=claimer.name, executor_id=claimer.executor_id, lease_until=now + lease_seconds)
+                for item in found
+            ]
             for before, after in zip(found, taken, strict=True):
                 save(connection, before, after)
         return taken

@@ -152,7 +152,9 @@ class Scheduler:
         self._table.register(self._executor.id, self._executor.kind, self._executor.host, self._executor.slots(None))
         self._report = next((row.report for row in self._table.all() if row.id == self._executor.id), None)
         self._slots = self._executor.slots(self._report) if self._report is not None else 0
-        for export in self._queue.adopt(self.claimer, self._timing.lease):
+        adopted = self._queue.adopt(self.claimer, self._timing.lease)
+        self._executor.sweep({(export.id, export.attempt) for export in adopted})
+        for export in adopted:
             log.info("attempt found again", export=export.id, attempt=export.attempt)
             self._watch(export, self._executor.attach(export.id, export.attempt), _slot_index(export))
         self._reporter.start()
@@ -221,8 +223,10 @@ class Scheduler:
         try:
             self._watch(export, self._executor.start(spec, slot), slot)
         except WeightlessError as error:
+            self._running.pop(export.id, None)
             self._queue.requeue_or_fail(export, error, lost=True, delay=self._backoff(export.lost))
         except Exception as error:
+            self._running.pop(export.id, None)
             incident = uuid.uuid4().hex[:12]
             log.exception("an attempt could not be started", export=export.id, incident=incident)
             shown = InternalError(f"the attempt could not be started: {type(error).__name__}", incident=incident)
@@ -237,6 +241,10 @@ class Scheduler:
             running.ended = running.attempt.ended()
             running.ended_at = now if running.ended is not None else None
         self._read(running)
+        if running.ended is not None and running.ended.fate is Fate.NEVER_RAN and running.stop_reason is None:
+            # We died between the claim and the start: nothing has happened, so it is still the same attempt.
+            self._start(running.export, running.slot)
+            return
         if running.ended is not None:
             self._settle(running, now)
             return
@@ -321,8 +329,6 @@ class Scheduler:
     def _committed(self, running: Running) -> bool:
         """Whether the manifest is in the store, whatever the exporter said; then the export has succeeded."""
         key = running.export.key
-        if running.ended is not None and running.ended.fate is Fate.NEVER_RAN and running.export.attempt == 1:
-            return False
         stored = self._store.head(key)
         if stored is None or stored.size > MAX_MANIFEST:
             return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +87,9 @@ class Executor(Protocol):
 
     def start(self, spec: ExportSpec, slot: int) -> RunningAttempt:
         """Start an attempt in a slot. Whatever a crash interrupts, `attach` finds out what became of it."""
+
+    def sweep(self, known: Set[tuple[str, int]]) -> None:
+        """End attempts that still run though they are not in `known`: another scheduler was given their exports."""
 
     def attach(self, export_id: str, attempt: int) -> RunningAttempt:
         """Find an attempt that an earlier process of this service started, or was about to start."""

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import structlog
@@ -145,15 +145,15 @@ class LocalExecutor:
         """Where an attempt's files are."""
         return self._data_dir / "jobs" / export_id / str(attempt)
 
-    def strays(self, known: set[tuple[str, int]]) -> list[LocalAttempt]:
-        """Attempts that still run though the database gave them to somebody else."""
-        found = []
+    def sweep(self, known: Set[tuple[str, int]]) -> None:
+        """End the process groups of attempts that the database has given to somebody else, or has seen the end of."""
         for path in self._data_dir.glob("jobs/exp_*/*/events.jsonl"):
-            attempt = LocalAttempt(path.parent, None)
-            key = (path.parent.parent.name, int(path.parent.name) if path.parent.name.isdigit() else 0)
-            if key not in known and attempt.alive():
-                found.append(attempt)
-        return found
+            folder = path.parent
+            attempt = LocalAttempt(folder, None)
+            number = int(folder.name) if folder.name.isdigit() else 0
+            if (folder.parent.name, number) not in known and attempt.alive():
+                log.warning("an attempt that is not ours any more is ended", export=folder.parent.name, attempt=number)
+                attempt.clean()
 
     def close(self) -> None:
         """Let another service have the data directory."""
@@ -223,8 +223,8 @@ class LocalAttempt:
                 status = 128 - code if code < 0 else code
         self._reap()
         if status is None:
-            ran = self._noted("group") is not None or (self._folder / "events.jsonl").is_file()
-            return Ended(Fate.VANISHED if ran else Fate.NEVER_RAN)
+            # The shell notes its group before it starts the exporter.
+            return Ended(Fate.NEVER_RAN if self._noted("group") is None else Fate.VANISHED)
         kills = cgroup.oom_kills() - (self._noted("oom") or 0)
         return Ended(Fate.EXITED, status, max(0, kills), cgroup.memory_limit())
 

@@ -183,9 +183,10 @@ def issuer() -> Iterator[Issuer]:
         yield running
 
 
-@pytest.fixture
-def client(issuer: Issuer, tmp_path: Path) -> Iterator[TestClient]:
-    """A service without its scheduler; an executor that could serve has described itself."""
+@pytest.fixture(scope="module")
+def client(issuer: Issuer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """A service whose executor never takes anything; one that could serve has described itself."""
+    tmp_path = tmp_path_factory.mktemp("service")
     (tmp_path / "policy.yaml").write_text(POLICY, encoding="utf-8")
     settings = Settings(
         data_dir=tmp_path / "data",
@@ -196,7 +197,7 @@ def client(issuer: Issuer, tmp_path: Path) -> Iterator[TestClient]:
         source_roots=("s3://models", "s3://models-2"),
         public_url="https://weightless.example",
     )
-    parts, scheduler, database = build(settings)
+    parts, scheduler, database = build(settings, command=("false",))
     recipes = tuple(
         RecipeReport(name=name, description="", options_schema={}, example={}, available=True)
         for name in ("exported-program", "huggingface")
@@ -232,6 +233,7 @@ def test_oidc_submits_and_owns(client: TestClient, issuer: Issuer) -> None:
         assert (answer.status_code, answer.json()["code"]) == (404, "not-found"), (method, where)
     assert client.get("/exports", headers=theirs).json()["items"] == []
     assert len(client.get("/exports", headers=ours).json()["items"]) == 1
+    assert client.post(f"{path}/cancel", headers=ours).status_code == 202
 
 
 def test_oidc_concurrency_is_checked_at_post(client: TestClient, issuer: Issuer) -> None:
@@ -290,7 +292,7 @@ def test_oidc_headers_that_hold_no_token(client: TestClient, headers: dict[str, 
 def test_oidc_an_outage_of_the_issuer_is_503(client: TestClient, issuer: Issuer) -> None:
     issuer.status = 500
     try:
-        answer = client.get("/exports", headers=bearer(issuer.token()))
+        answer = client.get("/exports", headers=bearer(issuer.token(header={"kid": "key-2"})))
     finally:
         issuer.status = 200
     assert (answer.status_code, answer.json()["retryable"]) == (503, True)

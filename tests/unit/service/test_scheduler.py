@@ -23,7 +23,7 @@ from exporter.store.open import open_store
 from service.database import Database
 from service.executor_table import ExecutorTable
 from service.executors.local import LocalExecutor, LocalLogs
-from service.job_queue import JobQueue
+from service.job_queue import Claimer, JobQueue
 from service.job_store import JobStore
 from service.jobs import Export, State
 from service.ports import ArtifactStore
@@ -266,7 +266,7 @@ def test_an_attempt_that_was_claimed_and_never_started_is_run(place: Place, make
     with place.scheduler() as scheduler:
         place.finish(scheduler, export)
     done = place.jobs.get(export.id)
-    assert (done.state, done.attempt) == (State.SUCCEEDED, 2)
+    assert (done.state, done.attempt) == (State.SUCCEEDED, 1)
 
 
 def test_an_upload_of_a_killed_exporter_is_given_back(place: Place, make: Make) -> None:
@@ -334,6 +334,19 @@ def test_a_drained_scheduler_claims_nothing(place: Place, make: Make) -> None:
         for _ in range(10):
             scheduler.tick()
         assert place.state(export) is State.QUEUED
+
+
+def test_a_process_whose_export_went_to_another_scheduler_is_ended(place: Place, make: Make) -> None:
+    export = place.submit(make("fine", seconds=600.0))
+    with place.scheduler() as scheduler:
+        place.until(scheduler, lambda: place.state(export) is State.RUNNING)
+    assert processes_in(place.folder(export))
+    other = JobQueue(place.database, clock=lambda: time.time() + 3600)
+    [taken] = other.take_expired(Claimer("other", "elsewhere", frozenset()), 7200.0)
+    with place.scheduler() as scheduler:
+        scheduler.tick()
+        assert processes_in(place.folder(export)) == []
+    assert place.jobs.get(export.id) == taken
 
 
 def test_a_data_directory_has_one_executor(place: Place) -> None:
