@@ -11,6 +11,7 @@ from exporter.contract.errors import InvalidRequest
 
 MAX_KEY = 1024
 """Bytes of a whole key in UTF-8; S3's limit."""
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -67,3 +68,13 @@ def pack_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
             raise InvalidRequest(f"the metadata {key!r} has control characters")
         packed[key] = value if value.isascii() else f"=?UTF-8?B?{base64.b64encode(value.encode()).decode()}?="
     return packed
+
+
+def split_s3_uri(uri: str) -> tuple[str, str]:
+    """Bucket and prefix (without slashes at its ends) of an ``s3://`` URI."""
+    rest = uri.removeprefix("s3://")
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    if rest == uri or not _BUCKET.fullmatch(bucket):
+        raise InvalidRequest("an S3 store's URI is s3://bucket/prefix")
+    return bucket, check_key(prefix) if prefix else ""

@@ -7,8 +7,6 @@ asks once and remembers. What a reply got lost for is resolved by looking.
 from __future__ import annotations
 
 import base64
-import hashlib
-import re
 import threading
 import time
 import uuid
@@ -28,17 +26,17 @@ from exporter.contract.errors import (
 from exporter.contract.objects import Capabilities, Part, StoredObject, Upload
 from exporter.contract.spec import StoreSpec
 from exporter.store import crc
-from exporter.store.keys import check_key, pack_metadata, relative_key
+from exporter.store.keys import check_key, pack_metadata, relative_key, split_s3_uri
+from exporter.store.etag import is_md5, multipart_etag
 from exporter.store.s3_body import as_body
 from exporter.store.s3_client import RetryPolicy, S3Client
-from exporter.store.s3_errors import is_upload_gone
+from exporter.store.s3_errors import code_of, is_upload_gone
 from exporter.store.s3_profiles import Profile, profile_for
 from exporter.store.s3_reads import BucketReads
 
 NONCE = "weightless-nonce"
 """Metadata that says whose write an object is: how a lost reply is told from an older object."""
 MAX_PRESIGN = 7 * 24 * 3600
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _REFUSED_CHECKSUM = frozenset({400, 401, 403, 405, 411, 501})
 
 
@@ -63,7 +61,7 @@ class S3Store:
         sleep: Callable[[float], None] = time.sleep,
         read_timeout: float = 60,
     ) -> None:
-        self._bucket, prefix = split_uri(spec.uri)
+        self._bucket, prefix = split_s3_uri(spec.uri)
         self._prefix = prefix + "/" if prefix else ""
         self._base = f"s3://{self._bucket}/{self._prefix}"
         self._spec = spec
@@ -136,7 +134,7 @@ class S3Store:
                 raise bc.ResponseStreamingError(error="no ETag in the reply")
             other = reply.get("ChecksumCRC64NVME", crc64nvme)
             plain = str(reply["ETag"]).strip('"').lower()
-            if (known.crc64nvme and other != crc64nvme) or (digest and _is_md5(plain) and plain != digest.hex()):
+            if (known.crc64nvme and other != crc64nvme) or (digest and is_md5(plain) and plain != digest.hex()):
                 # Damaged on the way, or an ETag that is no MD5 (encryption): sent again once to find out.
                 doubts += 1
                 if doubts == 1:
@@ -183,54 +181,67 @@ class S3Store:
     def complete_upload(self, upload: Upload, parts: Sequence[Part], *, crc64nvme: str | None) -> StoredObject:
         """Join the parts, then look: a lost reply is a success only if the object is the one just made."""
         known = self._known(upload)
-        place = self.uri(upload.key)
-        listed = [{"PartNumber": part.number, "ETag": part.etag, **_part_crc(part, known)} for part in parts]
         extra: dict[str, Any] = {}
         if known.crc64nvme and crc64nvme:
             extra = {"ChecksumCRC64NVME": crc64nvme, "ChecksumType": "FULL_OBJECT"}
         unsure = False
 
-        def complete(client: Any) -> None:
+        def ask(client: Any, listed: Sequence[Part]) -> None:
+            named = [{"PartNumber": part.number, "ETag": part.etag, **_part_crc(part, known)} for part in listed]
+            client.complete_multipart_upload(
+                **self._where(upload.key), UploadId=upload.id, MultipartUpload={"Parts": named}, **extra
+            )
+
+        def complete(client: Any) -> StoredObject:
             nonlocal unsure
-            if unsure and self._is_ours(upload, known, parts, crc64nvme):
-                return
+            if unsure and (ours := self._ours(upload, known, parts, crc64nvme)):
+                return ours
+            unsure = True
             try:
-                client.complete_multipart_upload(
-                    **self._where(upload.key), UploadId=upload.id, MultipartUpload={"Parts": listed}, **extra
-                )
+                ask(client, parts)
             except bc.ClientError as error:
-                if is_upload_gone(error) and self._is_ours(upload, known, parts, crc64nvme):
-                    return
-                unsure = True
-                raise
-            except Exception:
-                unsure = True
-                raise
+                if is_upload_gone(error) and (ours := self._ours(upload, known, parts, crc64nvme)):
+                    return ours
+                if code_of(error) != "InvalidPart":
+                    raise
+                # A reply to a part may have come with a damaged ETag: the store knows what it holds.
+                ask(client, self._relisted(upload, parts))
+            found = self._head(upload.key)
+            if found is None or found.size != sum(part.size for part in parts):
+                raise bc.ResponseStreamingError(error="the object is not there as completed")
+            return found
 
         try:
-            self._client.attempt("CompleteMultipartUpload", place, complete)
+            stored = self._client.attempt("CompleteMultipartUpload", self.uri(upload.key), complete)
         except StoreUnavailable:
-            if not self._is_ours(upload, known, parts, crc64nvme):
+            ours = self._ours(upload, known, parts, crc64nvme)
+            if ours is None:
                 raise
-        stored = self.head(upload.key)
-        size = sum(part.size for part in parts)
-        if stored is None or stored.size != size:
-            raise StoreUnavailable(f"{place} is not the object of {size} bytes that was just completed")
+            stored = ours
         with self._lock:
             self._open.pop(upload.id, None)
-        return stored
+        return _without_mark(stored)
 
-    def _is_ours(self, upload: Upload, known: _Open, parts: Sequence[Part], crc64nvme: str | None) -> bool:
-        """Whether the object under the key came from this upload: by our mark, else by CRC, else by its ETag."""
+    def _relisted(self, upload: Upload, parts: Sequence[Part]) -> Sequence[Part]:
+        """The parts with the ETags that the store lists, where it holds the same numbers and sizes."""
+        held = self.list_parts(upload)
+        if [(part.number, part.size) for part in held] != [(part.number, part.size) for part in parts]:
+            return parts
+        return [replace(part, etag=there.etag) for part, there in zip(parts, held, strict=True)]
+
+    def _ours(self, upload: Upload, known: _Open, parts: Sequence[Part], crc64nvme: str | None) -> StoredObject | None:
+        """The object under the key, if it came from this upload: by our mark, else by CRC, else by its ETag."""
         found = self._head(upload.key)
         if found is None or found.size != sum(part.size for part in parts):
-            return False
+            return None
         mark = found.metadata.get(NONCE)
         if known.nonce is not None and mark is not None:
-            return mark == known.nonce
-        if crc64nvme is not None and found.crc64nvme is not None:
-            return found.crc64nvme == crc64nvme
-        return found.etag is not None and found.etag.strip('"') == _multipart_etag(parts)
+            same = mark == known.nonce
+        elif crc64nvme is not None and found.crc64nvme is not None:
+            same = found.crc64nvme == crc64nvme
+        else:
+            same = found.etag is not None and found.etag.strip('"') == multipart_etag(parts)
+        return found if same else None
 
     def abort_upload(self, upload: Upload) -> None:
         """Give the parts back; no error if the upload is gone already."""
@@ -275,13 +286,17 @@ class S3Store:
         view = memoryview(body)
         checksum = crc.crc64nvme(view)
 
+        def put(client: Any, extra: Mapping[str, str]) -> Any:
+            reply = client.put_object(Body=as_body(view), **parameters, **extra)
+            if not reply.get("ETag"):  # a page of some proxy
+                raise bc.ResponseStreamingError(error="no ETag in the reply")
+            return reply
+
         def send(checksums: bool) -> Any:
             extra: dict[str, str] = {"ChecksumCRC64NVME": checksum} if checksums else {}
             if self._crc is not True or not checksums:
                 extra["ContentMD5"] = base64.b64encode(crc.md5(view)).decode("ascii")
-            return self._client.attempt(
-                "PutObject", self.uri(key), lambda client: client.put_object(Body=as_body(view), **parameters, **extra)
-            )
+            return self._client.attempt("PutObject", self.uri(key), lambda client: put(client, extra))
 
         try:
             reply = self._with_checksums(send, lambda r: r.get("ChecksumCRC64NVME") == checksum)
@@ -371,32 +386,9 @@ class S3Store:
             return self._open.setdefault(upload.id, _Open())
 
 
-def split_uri(uri: str) -> tuple[str, str]:
-    """Bucket and prefix (without slashes at its ends) of an ``s3://`` URI."""
-    rest = uri.removeprefix("s3://")
-    bucket, _, prefix = rest.partition("/")
-    prefix = prefix.strip("/")
-    if rest == uri or not _BUCKET.fullmatch(bucket):
-        raise InvalidRequest("an S3 store's URI is s3://bucket/prefix")
-    return bucket, check_key(prefix) if prefix else ""
-
-
 def _without_mark(item: StoredObject) -> StoredObject:
     return replace(item, metadata={name: value for name, value in item.metadata.items() if name != NONCE})
 
 
-def _is_md5(text: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{32}", text) is not None
-
-
 def _part_crc(part: Part, known: _Open) -> dict[str, str]:
     return {"ChecksumCRC64NVME": part.crc64nvme} if known.crc64nvme and part.crc64nvme else {}
-
-
-def _multipart_etag(parts: Sequence[Part]) -> str | None:
-    """What S3 names a multipart object whose parts' ETags are their MD5s."""
-    plain = [part.etag.strip('"').lower() for part in parts]
-    if not all(_is_md5(etag) for etag in plain):
-        return None
-    joined = b"".join(bytes.fromhex(etag) for etag in plain)
-    return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"

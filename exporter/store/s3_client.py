@@ -17,7 +17,7 @@ from botocore.config import Config
 
 from exporter.contract.errors import InvalidRequest, WeightlessError
 from exporter.contract.spec import StoreSpec
-from exporter.store.s3_errors import EXPIRED_CODES, code_of, is_passing, translate
+from exporter.store.s3_errors import is_expired, is_passing, is_unexplained, translate
 
 R = TypeVar("R")
 CONNECT_TIMEOUT = 10
@@ -110,6 +110,7 @@ class S3Client:
         The raw `ClientError` of an answer is kept as `details` only: its text could hold what the server echoed.
         """
         limit = attempts or self._retry.attempts
+        doubted = False
         for number in range(1, limit + 1):
             try:
                 client = self.client()
@@ -122,9 +123,12 @@ class S3Client:
                     raise verdict from None
                 if not _ours(error):
                     raise
-                if number == limit or not is_passing(error):
+                # The answer to a HEAD has no body that would say why: once, it may be that a token expired.
+                doubt = is_unexplained(error) and not doubted
+                doubted = doubted or doubt
+                if number == limit or not (doubt or is_passing(error)):
                     raise translate(error, operation, place) from None
-                if isinstance(error, bc.ClientError) and code_of(error) in EXPIRED_CODES:
+                if doubt or is_expired(error):
                     self._forget()
                 with self._lock:
                     self.retries += 1

@@ -107,6 +107,16 @@ def is_passing(error: Exception) -> bool:
     return isinstance(error, (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError))
 
 
+def is_expired(error: Exception) -> bool:
+    """Whether a reply says that credentials which were good are too old now."""
+    return isinstance(error, bc.ClientError) and code_of(error) in EXPIRED_CODES
+
+
+def is_unexplained(error: Exception) -> bool:
+    """Whether a reply refuses without an error code, as all refusals of a HEAD do."""
+    return isinstance(error, bc.ClientError) and code_of(error) == str(status_of(error)) in ("400", "401", "403")
+
+
 def translate(error: Exception, operation: str, place: str) -> WeightlessError:
     """Our error for what `operation` on `place` raised."""
     kind = type(error).__name__

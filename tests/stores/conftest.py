@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -65,7 +66,7 @@ def stub(certificate: tuple[Path, Path], credentials: None) -> Iterator[StubFact
         def make(
             personality: Personality = STRICT, *, min_part: int = 1024, **options: Any
         ) -> tuple[StubServer, S3Store]:
-            server = servers.start(server_pem, personality)
+            server = servers.start(server_pem, replace(personality, min_part=min_part))
             spec = {"uri": f"s3://{BUCKET}/p", "endpoint": server.endpoint, "ca_bundle": str(trust_pem)}
             capabilities = Capabilities(
                 min_part=min_part,
