@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-import httpx2
 from huggingface_hub import HfApi, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -21,6 +20,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
 from exporter.contract.errors import SourceAccessDenied, SourceNotFound, SourceUnsafe, WeightlessError
+from exporter.source.remote import read_ahead
 
 TIMEOUT = 60.0
 """Longest wait for the hub to answer one request, in seconds; passing faults are retried five times."""
@@ -30,7 +30,8 @@ MAX_LOCAL_FILE = 256 * 2**20
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".pt2", ".h5", ".msgpack", ".ckpt")
 _LEFT_OUT = (".py", ".pyc", ".so", ".sh", ".pkl", ".pickle")
-_TRANSPORT = (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled, OSError)
+# The first base of HfHubHTTPError is the HTTP library's own error, whichever library the installed hub client uses.
+_TRANSPORT = (HfHubHTTPError, HfHubHTTPError.__mro__[1], OfflineModeIsEnabled, OSError)
 
 
 class HubReader:
@@ -72,12 +73,8 @@ class HubReader:
         return response.content
 
     def chunks(self, offset: int, length: int, chunk_size: int) -> Iterator[bytes]:
-        """The same bytes in pieces of at most `chunk_size`, one request each."""
-        while length:
-            piece = self.read(offset, min(length, chunk_size))
-            yield piece
-            offset += len(piece)
-            length -= len(piece)
+        """The same bytes in pieces of at most `chunk_size`, one request each, one of them ahead."""
+        return read_ahead(self.read, offset, length, chunk_size)
 
     def close(self) -> None:
         """Nothing is held between requests."""

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from exporter.contract.errors import SourceNotFound, SourceUnsafe
 from exporter.source.ports import ObjectReads
 
 MAX_FILES = 100_000
 """Most objects that one source may list."""
+
+
+def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int, chunk_size: int) -> Iterator[bytes]:
+    """Pieces of a range in order, the next one fetched while the caller works. Holds two pieces at most."""
+    if length <= chunk_size:
+        yield read(offset, length)
+        return
+    spans = [(start, min(chunk_size, offset + length - start)) for start in range(offset, offset + length, chunk_size)]
+    pool = ThreadPoolExecutor(1, thread_name_prefix="source")
+    try:
+        coming = pool.submit(read, *spans[0])
+        for span in spans[1:]:
+            piece = coming.result()
+            coming = pool.submit(read, *span)
+            yield piece
+            del piece
+        yield coming.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 class ObjectReader:
@@ -36,12 +56,8 @@ class ObjectReader:
         return data
 
     def chunks(self, offset: int, length: int, chunk_size: int) -> Iterator[bytes]:
-        """The same bytes in pieces of at most `chunk_size`, one request each."""
-        while length:
-            piece = self.read(offset, min(length, chunk_size))
-            yield piece
-            offset += len(piece)
-            length -= len(piece)
+        """The same bytes in pieces of at most `chunk_size`, one request each, one of them ahead."""
+        return read_ahead(self.read, offset, length, chunk_size)
 
     def close(self) -> None:
         """Nothing is held between requests."""
