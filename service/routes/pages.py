@@ -88,6 +88,7 @@ def export_page(request: Request, export: Export) -> Response:
         warnings=[json.loads(row.data) for row in jobs.events(export.id, kind="warning", limit=50)],
         manifest=_manifest(request.app.state.store, export),
         log=_log_tail(request.app.state.logs, export) if export.state is State.FAILED else "",
+        last_event=export.last_event,
         picture=export.last_event if export.state.terminal else int(timeline.length / 5),
         now=datetime.now(UTC),
     )

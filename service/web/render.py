@@ -94,7 +94,7 @@ class ExportPage:
     """What the page of one export shows.
 
     `manifest` is None before the end, or where it is too large for a page; `sampled` says whether there is a memory
-    chart, and `picture` changes whenever it does.
+    chart, and `picture` changes whenever it does. `last_event` is the number of the newest event.
     """
 
     export: Mapping[str, Any]
@@ -104,6 +104,7 @@ class ExportPage:
     manifest: Manifest | None
     log: str
     picture: int
+    last_event: int
     now: datetime
 
 

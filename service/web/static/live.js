@@ -73,19 +73,32 @@
     soon();
   });
 
+  // The event stream, read with fetch and not with EventSource: the page already shows what happened up to `data-after`,
+  // and only a request of our own can say so. What an event says is not read here: the next fetch of the page shows it.
+  const follow = async (address) => {
+    const left = new AbortController();
+    addEventListener("pagehide", () => left.abort());
+    while (!left.signal.aborted && main.dataset.events) {
+      try {
+        const headers = { Accept: "text/event-stream", "Last-Event-ID": main.dataset.after || "0" };
+        const answer = await fetch(address, { headers, cache: "no-store", signal: left.signal });
+        if (!answer.ok) throw new Error(answer.statusText);
+        for (const reader = answer.body.getReader(); ;) {
+          const { done, value } = await reader.read();
+          if (done) break;
+          if (new TextDecoder().decode(value).includes("event:")) soon();
+        }
+      } catch { /* the service may be restarting: try again */ }
+      soon();
+      await new Promise((resume) => setTimeout(resume, 2000));
+    }
+  };
+
   const poll = (seconds) => setInterval(() => { if (!document.hidden) soon(); }, seconds * 1000);
   prepare();
   const { events, poll: every } = main.dataset;
   if (events) {
-    const stream = new EventSource(events);
-    for (const type of ["state", "stage", "progress", "resources", "upload", "warning", "finished", "failed"]) {
-      stream.addEventListener(type, (message) => {
-        soon();
-        if (type === "state" && ["succeeded", "failed", "cancelled"].includes(JSON.parse(message.data).to)) stream.close();
-      });
-    }
-    stream.addEventListener("error", () => { if (stream.readyState === EventSource.CLOSED) poll(5); });
-    addEventListener("pagehide", () => stream.close());
+    follow(events);
   } else if (every) {
     poll(Number(every));
   }
