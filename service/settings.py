@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -152,6 +153,9 @@ class Settings(BaseSettings):
             raise ValueError("auth none is only for a loopback host; set WEIGHTLESS_AUTH to token or github-oidc")
         if "github-oidc" in self.auth and (self.oidc_audience is None or self.policy is None):
             raise ValueError("auth github-oidc needs WEIGHTLESS_OIDC_AUDIENCE and WEIGHTLESS_POLICY")
+        issuer = urlsplit(self.oidc_issuer or "")
+        if issuer.scheme != "https" and not (issuer.scheme == "http" and is_loopback(issuer.hostname or "")):
+            raise ValueError("the OIDC issuer is an https URL")
         if self.executor == "ray" and self.ray_address is None:
             raise ValueError("executor ray needs WEIGHTLESS_RAY_ADDRESS")
         return self

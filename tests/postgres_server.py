@@ -38,7 +38,9 @@ class PostgresServer:
             os.chown(self._folder, owner.pw_uid, owner.pw_gid)
         data = self._folder / "data"
         self._run("initdb", "-D", str(data), "-U", "postgres", "--auth=trust", "--no-sync", "-E", "UTF8", "--locale=C")
-        options = f"-c listen_addresses='' -c unix_socket_directories={self._folder} -c fsync=off -c max_connections=200"
+        options = (
+            f"-c listen_addresses='' -c unix_socket_directories={self._folder} -c fsync=off -c max_connections=200"
+        )
         self._run("pg_ctl", "-D", str(data), "-w", "-l", str(self._folder / "log"), "-o", options, "start")
         return self
 
