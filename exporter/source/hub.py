@@ -31,7 +31,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".pt2", ".h5", ".msgpack", ".ckpt")
 _LEFT_OUT = (".py", ".pyc", ".so", ".sh", ".pkl", ".pickle")
 # The first base of HfHubHTTPError is the HTTP library's own error, whichever library the installed hub client uses.
-_TRANSPORT = (HfHubHTTPError, HfHubHTTPError.__mro__[1], OfflineModeIsEnabled, OSError)
+_TRANSPORT: tuple[type[Exception], ...] = (HfHubHTTPError, HfHubHTTPError.__mro__[1], OfflineModeIsEnabled, OSError)
 
 
 class HubReader:

@@ -14,6 +14,8 @@ MAX_FILES = 100_000
 
 def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int, chunk_size: int) -> Iterator[bytes]:
     """Pieces of a range in order, the next one fetched while the caller works. Holds two pieces at most."""
+    if not length:
+        return
     if length <= chunk_size:
         yield read(offset, length)
         return
