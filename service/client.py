@@ -260,11 +260,14 @@ class Client:
         headers = {"Accept": "application/json", **options.pop("headers", {})}
         token = self._token()
         if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
+            headers["Authorization"] = f"Bearer {checked_token(token)}"
         return _Opened(self, self._http.stream(method, path, headers=headers, **options))
 
     def _unreachable(self, error: Exception) -> ServiceUnreachable:
-        reason = str(error) or type(error).__name__
+        # Errors about what we sent ourselves quote it, and a header may be a login.
+        reason = (
+            type(error).__name__ if isinstance(error, httpx2.LocalProtocolError) else str(error) or type(error).__name__
+        )
         return ServiceUnreachable(f"the service at {self.url} cannot be reached: {reason}")
 
 
@@ -300,6 +303,16 @@ class _Opened:
 
 def _path(export_id: str, *more: str) -> str:
     return "/".join(["/exports", quote(export_id, safe=""), *more])
+
+
+def checked_token(token: str) -> str:
+    """The token without blanks around it; `Unauthenticated` where it cannot be one, before a library quotes it."""
+    plain = token.strip()
+    if not plain or not plain.isascii() or not plain.isprintable() or " " in plain:
+        raise Unauthenticated(
+            "the token holds characters that no token has", hint="Check WEIGHTLESS_TOKEN.", reason="malformed"
+        )
+    return plain
 
 
 def checked_url(url: str) -> str:

@@ -94,7 +94,7 @@ class Folder:
     def discard_part(self, name: str) -> None:
         """Forget what an earlier run left of `name`."""
         for ending in ("part", "journal"):
-            with contextlib.suppress(FileNotFoundError), local_errors(str(self.path / name)):
+            with local_errors(str(self.path / name)), contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self._stem(name)}.{ending}", dir_fd=self._work)
 
     def _open(self, entry: str, flags: int, mode: int) -> int:

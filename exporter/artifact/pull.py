@@ -30,6 +30,7 @@ Progress = Callable[[str, int, int], None]
 """Called from several threads with a file's name, the bytes of it that are done, and its size."""
 
 Entry = File | Data
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +103,20 @@ def pull(
     limits: Limits | None = None,
     cache: WeightCache | None = None,
     progress: Progress | None = None,
+    save: bytes | None = None,
 ) -> PullReport:
     """Fetch the chosen files into `out`; weights that `cache` holds are not fetched.
+
+    `save`: the manifest's bytes, to be kept as `manifest.json` beside the files, for `verify` to find.
 
     Raises `VerificationFailed`, `Forbidden`, or an error of store or disk.
     """
     limits = limits or Limits()
     entries = select(manifest, only)
+    if save is not None and any(entry.name.casefold() == MANIFEST for entry in entries):
+        raise InvalidRequest(
+            f"a file of the export is called {MANIFEST} itself", hint="Pull it without --save-manifest."
+        )
     blobs = [_agreed(entry, origin) for entry in entries]
     pulled: list[PulledFile] = []
     with Folder(out) as folder:
@@ -117,6 +125,8 @@ def pull(
         for file in pulled:
             if not file.published:
                 folder.publish(file.name)
+        if save is not None:
+            folder.write_small(MANIFEST, save)
         folder.finish()
     return PullReport(tuple(pulled), sum(file.fetched for file in pulled), sum(file.reused for file in pulled))
 

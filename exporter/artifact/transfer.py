@@ -21,6 +21,8 @@ from awscrt.checksums import combine_crc64nvme, crc64nvme
 from exporter.artifact.ports import Blob
 from exporter.artifact.regions import Region
 
+INTERRUPT_SECONDS = 2.0
+"""How long an interrupted pass waits for its threads."""
 _ZEROS = bytes(64 * 1024)
 
 
@@ -138,8 +140,10 @@ class CheckedPass:
                     thread.join(0.2)
         except BaseException as error:
             self._stop(error)
+            # A thread in the middle of a request is not waited for long: it looks for a stop before it writes.
+            until = time.monotonic() + INTERRUPT_SECONDS
             for thread in threads:
-                thread.join()
+                thread.join(max(0.0, until - time.monotonic()))
             raise
         if self._error is not None:
             raise self._error
@@ -184,6 +188,8 @@ class CheckedPass:
         if self._local is None or not self._local(index, view):
             self._throttle.wait(len(view))
             self._blob.read_into(offset, view)
+        if self._stopped:
+            raise _Stopped
         self._crcs[index] = crc64nvme(view)
         if self._sink is not None and not self._sink.ordered:
             self._sink.write(index, offset, view)

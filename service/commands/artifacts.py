@@ -13,8 +13,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from exporter.artifact.cache import WeightCache
 from exporter.artifact.inspect import inspect as inspect_blob
 from exporter.artifact.location import split_uri, stored_blob
-from exporter.artifact.pull import PullReport, select
 from exporter.artifact.pull import pull as pull_files
+from exporter.artifact.pull import select
 from exporter.artifact.stdout import stream_file
 from exporter.artifact.transfer import Limits
 from exporter.artifact.verify import verify as verify_files
@@ -51,6 +51,10 @@ def pull(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="WHAT", help="program, data, files, or a file's name.")
     ] = None,
+    save_manifest: Annotated[
+        bool,
+        typer.Option("--save-manifest", help="Keep manifest.json beside the files; `verify DIR` checks them by it."),
+    ] = False,
     cache: Annotated[
         Path | None, typer.Option("--cache", metavar="DIR", help="Keep weights here, and take them from here.")
     ] = None,
@@ -78,7 +82,16 @@ def pull(
         _to_stdout(found, only or [], limits, output)
         return
     with _Bars(output) as bars:
-        report = _pull(found, Path(out), only or [], limits, cache, _size(max_size, "--max-size"), bars)
+        report = pull_files(
+            found.manifest,
+            found.origin,
+            Path(out),
+            only=only or [],
+            limits=limits,
+            cache=None if cache is None else WeightCache(cache, _size(max_size, "--max-size")),
+            progress=bars.show,
+            save=found.content if save_manifest else None,
+        )
     for file in report.files:
         output.line(f"{file.path}  {size_text(file.size)}")
     output.say(f"{size_text(report.bytes_fetched)} fetched, {size_text(report.bytes_reused)} were here, all checked")
@@ -115,7 +128,7 @@ def verify(
     \b
     Examples:
       weightless verify exp_01JZ…
-      weightless verify out/manifest.json
+      weightless verify out/
     """
     output = Output(as_json)
     found = resolve(manifest, url, allow_origin or (), expected)
@@ -186,13 +199,6 @@ def inspect(
         description = inspect_blob(stored_blob(open_reads(root), key))
     print_description(output, description)
     output.result(description)
-
-
-def _pull(
-    found: Resolved, out: Path, only: list[str], limits: Limits, cache: Path | None, max_size: int, bars: _Bars
-) -> PullReport:
-    weights = None if cache is None else WeightCache(cache, max_size)
-    return pull_files(found.manifest, found.origin, out, only=only, limits=limits, cache=weights, progress=bars.show)
 
 
 def _to_stdout(found: Resolved, only: list[str], limits: Limits, output: Output) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Annotated
 from urllib.parse import urlsplit, urlunsplit
@@ -10,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx2
 import typer
 
-from exporter.contract.errors import Unauthenticated
+from exporter.contract.errors import InternalError, Unauthenticated
 from service.client import Client, ServiceUnreachable, TokenSource
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -58,12 +59,7 @@ def github_token(endpoint: str, secret: str, audience: str) -> str:
     parts = urlsplit(endpoint)
     query = httpx2.QueryParams(parts.query).set("audience", audience)
     url = urlunsplit(parts._replace(query=str(query)))
-    try:
-        answer = httpx2.get(url, headers={"Authorization": f"Bearer {secret}"}, timeout=30.0)
-    except httpx2.TransportError as error:
-        raise ServiceUnreachable(
-            f"GitHub's token endpoint cannot be reached: {type(error).__name__}", hint="Run the job again."
-        ) from error
+    answer = _asked(url, secret)
     try:
         value = answer.json().get("value") if answer.is_success else None
     except (ValueError, AttributeError):
@@ -75,3 +71,21 @@ def github_token(endpoint: str, secret: str, audience: str) -> str:
             reason="missing",
         )
     return value
+
+
+def _asked(url: str, secret: str) -> httpx2.Response:
+    """GitHub's answer; a fault that passes is asked about again, twice."""
+    for wait in (0.5, 2.0, None):
+        try:
+            answer = httpx2.get(url, headers={"Authorization": f"Bearer {secret}"}, timeout=30.0)
+        except httpx2.TransportError as error:
+            if wait is None:
+                reason = type(error).__name__
+                raise ServiceUnreachable(
+                    f"GitHub's token endpoint cannot be reached: {reason}", hint="Run the job again."
+                ) from error
+        else:
+            if wait is None or answer.status_code not in (429, 500, 502, 503, 504):
+                return answer
+        time.sleep(wait)
+    raise InternalError("a retry loop ended without an answer")

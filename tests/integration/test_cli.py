@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.conftest import save_tiny_program
 from tests.e2e.live_service import REAL, ROOT, LiveService, running
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("executorch", reason="the exporter's packages are not installed")
 
 

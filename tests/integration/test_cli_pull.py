@@ -198,3 +198,14 @@ def store_at(store: S3Store) -> Any:
     """The whole bucket as a store, as the command line opens it."""
     bucket = StoreSpec(uri=f"s3://{BUCKET}", endpoint=store._spec.endpoint, ca_bundle=store._spec.ca_bundle)
     return S3Store(bucket, retry=RetryPolicy(attempts=4, base=0, cap=0))
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_in_place(tmp_path: Path) -> None:
+    export = make_export([3_000_000])
+    uri = put_into(open_store(StoreSpec(uri=f"file://{tmp_path}/store")), export)
+    command = f"ulimit -f 1000; exec {sys.executable} -m service.cli pull {uri} -o {tmp_path}/out --json"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["code"] == "disk-full"
+    assert contents(tmp_path / "out") == {}

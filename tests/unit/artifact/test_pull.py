@@ -13,9 +13,11 @@ import pytest
 
 from exporter.artifact.cache import WeightCache
 from exporter.artifact.folder import WORK, Folder
+from exporter.artifact.location import locate_manifest
 from exporter.artifact.pull import pull, select
 from exporter.artifact.stdout import stream_file
 from exporter.artifact.transfer import Limits, Throttle
+from exporter.artifact.verify import verify
 from exporter.contract.errors import (
     Forbidden,
     IllegalState,
@@ -25,6 +27,7 @@ from exporter.contract.errors import (
     VerificationFailed,
 )
 from exporter.contract.manifest import Manifest
+from exporter.store.local import LocalStore
 
 from .conftest import Export, make_export
 
@@ -233,6 +236,15 @@ def test_links_are_not_followed(tmp_path: Path, export: Export) -> None:
 def test_one_pull_at_a_time_in_a_folder(tmp_path: Path, export: Export) -> None:
     with Folder(tmp_path / "out"), pytest.raises(IllegalState):
         pull(export.manifest, export.origin, tmp_path / "out")
+
+
+def test_the_manifest_is_kept_where_it_is_asked_for(tmp_path: Path, export: Export) -> None:
+    pull(export.manifest, export.origin, tmp_path / "out", save=export.content)
+    assert (tmp_path / "out/manifest.json").read_bytes() == export.content
+    found = locate_manifest(str(tmp_path / "out"), lambda uri: LocalStore(uri))
+    assert all(check.ok for check in verify(found.manifest, found.origin))
+    (tmp_path / "out/model.pte").write_bytes(b"x")
+    assert not all(check.ok for check in verify(found.manifest, found.origin))
 
 
 def test_only_what_is_asked_for(tmp_path: Path, export: Export) -> None:

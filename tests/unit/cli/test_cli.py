@@ -28,8 +28,8 @@ FLAGS = {
     "list": "--state --recipe --repository --label --limit --cursor --url --json",
     "logs": "--follow -f --url --json",
     "cancel": "--url --json",
-    "pull": "-o --output --only --cache --max-size --digest --allow-origin --parallel --block --limit-rate --url "
-    "--json",
+    "pull": "-o --output --only --save-manifest --cache --max-size --digest --allow-origin --parallel --block "
+    "--limit-rate --url --json",
     "verify": "--digest --allow-origin --parallel --block --url --json",
     "inspect": "--url --json",
     "gc": "--older-than --wait --dry-run --json",
@@ -321,6 +321,17 @@ def test_a_token_does_not_go_to_another_host(
     assert "authorization" not in service.seen[-1][2]
     weightless("verify", f"{service.url}/exports/{EXPORT}/manifest", "--url", service.url)
     assert service.seen[-1][2]["authorization"] == "Bearer wl_secret"
+
+
+@pytest.mark.parametrize("token", ["se cret\n1", "sécret", "\x00secret", " "])
+def test_a_token_that_is_none_is_not_shown(weightless: Callable[..., Ran], monkeypatch: Any, token: str) -> None:
+    if "\x00" in token:
+        monkeypatch.setattr("service.commands.session.token_source", lambda *_: lambda: token)
+    else:
+        monkeypatch.setenv("WEIGHTLESS_TOKEN", token)
+    ran = weightless("list", "--json")
+    assert ran.status == 4
+    assert "cret" not in ran.out + ran.err
 
 
 def test_markup_in_names_is_text(capfd: pytest.CaptureFixture[str]) -> None:
