@@ -94,6 +94,7 @@ def create_app(parts: Parts) -> FastAPI:
         pages = import_module("service.routes.pages")
         app.include_router(pages.router)
         app.state.export_page = getattr(pages, "export_page", None)
+        app.add_middleware(pages.middleware)
     return app
 
 

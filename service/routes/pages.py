@@ -10,8 +10,10 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse, Response
+from pydantic import StringConstraints
 
-from exporter.contract.errors import NotFound, WeightlessError
+from exporter.contract.base import Strict
+from exporter.contract.errors import InvalidRequest, NotFound, WeightlessError
 from exporter.contract.events import clean_text
 from exporter.contract.manifest import Manifest, parse_manifest
 from exporter.contract.spec import EXPORT_ID
@@ -22,9 +24,12 @@ from service.ports import ArtifactStore, LogSource
 from service.routes.access import Allowed, ExportId, find, view
 from service.schemas import export_view
 from service.web import chart, render
+from service.web.login import COOKIE, MAX_TOKEN, BrowserLogin, acceptable
 from service.web.timeline import timeline_of
 
 router = APIRouter(include_in_schema=False)
+middleware = BrowserLogin
+"""What the app wraps itself in, so that a browser can sign in."""
 PAGE_SIZE = 50
 MAX_SHOWN_MANIFEST = 8 * 2**20
 """Bytes of a manifest that a page reads; a larger one is linked only."""
@@ -130,10 +135,38 @@ def static(name: str) -> Response:
     return Response(data, headers=headers, media_type=media_type)
 
 
+class SignIn(Strict):
+    """A token that a person pasted into the form."""
+
+    token: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TOKEN)]
+
+
+@router.post("/session", status_code=204)
+def sign_in(request: Request, body: SignIn) -> Response:
+    """Keep the token in a cookie until the browser closes. Whether it is any good, the next page says."""
+    if not acceptable(body.token):
+        raise InvalidRequest(
+            "that is not a token", field="token", hint="Paste it as `weightless token create` printed it."
+        )
+    answer = Response(status_code=204, headers={"Cache-Control": "no-store"})
+    secure = request.app.state.settings.base_url.startswith("https://")
+    answer.set_cookie(COOKIE, body.token, path="/", httponly=True, samesite="strict", secure=secure)
+    return answer
+
+
+@router.delete("/session", status_code=204)
+def sign_out() -> Response:
+    """Forget the token."""
+    answer = Response(status_code=204)
+    answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
+    return answer
+
+
 def _page_events(jobs: JobStore, export: Export) -> list[EventRow]:
     states = jobs.events(export.id, kind="state", limit=10_000)
     stages = jobs.events(export.id, kind="stage", limit=10_000)
-    return states + stages + jobs.events(export.id, after=max(0, export.last_event - NEWEST), limit=NEWEST)
+    newest = jobs.events(export.id, after=max(0, export.last_event - NEWEST), limit=NEWEST)
+    return [*states, *stages, *newest]
 
 
 def _events(export: Export, rows: Iterable[EventRow]) -> list[dict[str, Any]]:

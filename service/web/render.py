@@ -138,6 +138,11 @@ def error_html(status: int, title: str, detail: str, hint: str, base: str = "") 
     return _render("error.html", base, status=status, title=title, detail=detail, hint=hint)
 
 
+def login_html(*, refused: bool, base: str = "") -> str:
+    """The form that asks for a token; `refused` says that one was given and not accepted."""
+    return _render("login.html", base, refused=refused)
+
+
 def stage_bars(timeline: Timeline, state: str) -> list[Bar]:
     """A bar for every stage, in order; those that have not begun have no width."""
     spans = {span.name: span for span in timeline.spans}

@@ -29,6 +29,16 @@ class LiveService:
     url: str
     folder: Path
     process: subprocess.Popen[bytes]
+    environment: Mapping[str, str]
+
+    def run(self, *arguments: str) -> str:
+        """Run `weightless` beside the service's database and return what it prints."""
+        command = [sys.executable, "-m", "service.cli", *arguments]
+        done = subprocess.run(
+            command, cwd=ROOT, env=dict(self.environment), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def get(self, path: str, accept: str = "application/json", **headers: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of a GET."""
@@ -104,7 +114,7 @@ def running(folder: Path, program: tuple[str, ...] = SCRIPTED, **settings: str) 
         process = subprocess.Popen(
             [sys.executable, *program], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
         )
-    service = LiveService(f"http://127.0.0.1:{port}", folder, process)
+    service = LiveService(f"http://127.0.0.1:{port}", folder, process, environment)
     try:
         _wait_until_ready(service)
         yield service

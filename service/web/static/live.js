@@ -73,6 +73,17 @@
     soon();
   });
 
+  // A form cannot send JSON by itself, and the service takes nothing else.
+  document.addEventListener("submit", async (event) => {
+    const form = event.target.closest("form[data-script=login]");
+    if (!form) return;
+    event.preventDefault();
+    const body = JSON.stringify({ token: form.elements.token.value.trim() });
+    const answer = await fetch(form.dataset.url, { method: "POST", headers: { "Content-Type": "application/json" }, body });
+    if (answer.ok) location.reload();
+    else window.alert("That is not a token.");
+  });
+
   // The event stream, read with fetch and not with EventSource: the page already shows what happened up to `data-after`,
   // and only a request of our own can say so. What an event says is not read here: the next fetch of the page shows it.
   const follow = async (address) => {
