@@ -48,6 +48,8 @@ _STATUS = {
 
 def exit_status(error: WeightlessError) -> int:
     """The exit status for an error of a command itself (contract.md); an export's own failure is always `FAILED`."""
+    if error.code == "store-rejected" and error.details.get("status") in (401, 403):
+        return NOT_ALLOWED
     return _STATUS.get(error.code, FAILED)
 
 

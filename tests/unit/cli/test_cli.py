@@ -99,6 +99,7 @@ def test_the_version(weightless: Callable[..., Ran]) -> None:
         (ServiceUnreachable("x"), 3),
         (errors.StoreUnavailable("x"), 3),
         (errors.StoreRejected("x"), 3),
+        (errors.StoreRejected("x", status=403), 4),
         (errors.Unauthenticated("x"), 4),
         (errors.Forbidden("x"), 4),
         (errors.SourceAccessDenied("x"), 4),
