@@ -134,8 +134,9 @@ class Archive:
             after = position + _CENTRAL.size + name_length + extra + comment
             if magic != b"PK\x01\x02" or after > len(data):
                 raise self._unsafe("has a directory entry that does not fit", start + position)
-            name = self._name(data[position + _CENTRAL.size :][:name_length], start + position)
-            more = data[position + _CENTRAL.size + name_length :][:extra]
+            named = position + _CENTRAL.size + name_length
+            name = self._name(data[position + _CENTRAL.size : named], start + position)
+            more = data[named : named + extra]
             size, packed, header = self._wide(more, size, packed, header, start + position)
             if flags & 0x41 or method or size != packed:
                 raise self._unsafe(f"has {name!r} compressed or encrypted; members must be stored", header)

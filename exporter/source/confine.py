@@ -19,6 +19,9 @@ from urllib.parse import unquote, urlsplit
 from exporter.contract.errors import InvalidRequest, SourceAccessDenied, SourceNotFound, SourceUnsafe
 from exporter.contract.spec import SourcePolicy
 
+MAX_FILES = 100_000
+"""Most files that one source may list."""
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://)?", re.ASCII)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _HF = re.compile(
@@ -73,12 +76,15 @@ def is_within(path: PurePosixPath, root: PurePosixPath) -> bool:
 
 
 def _file_uri_path(uri: str) -> str:
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+        path = unquote(parts.path, errors="strict")
+    except ValueError as error:
+        raise InvalidRequest("The file URI cannot be read.", hint=_SCHEMES_HINT) from error
     if parts.netloc not in ("", "localhost"):
         raise SourceAccessDenied("A file source names no host.", hint="Write file:///path with three slashes.")
     if parts.query or parts.fragment or "%00" in uri:
         raise InvalidRequest("A file source has a path only.", hint=_SCHEMES_HINT)
-    path = unquote(parts.path, errors="strict") if "%" in parts.path else parts.path
     if not path.startswith("/"):
         raise InvalidRequest("A file URI needs an absolute path.", hint="Write file:///path with three slashes.")
     return path
@@ -194,6 +200,14 @@ def _open_error(error: OSError, name: str) -> Exception:
     return SourceNotFound(f"{name} is not there.", file=name)
 
 
+def is_folder(path: str) -> bool:
+    """Whether a real path is a folder; links do not count."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def regular_files(root: str, roots: Sequence[str]) -> dict[str, tuple[str, int]]:
     """Regular files under the real folder `root`, by relative POSIX name: real path and size.
 
@@ -213,4 +227,6 @@ def regular_files(root: str, roots: Sequence[str]) -> dict[str, tuple[str, int]]
                 continue
             if stat.S_ISREG(status.st_mode):
                 found[path.relative_to(root).as_posix()] = (real, status.st_size)
+                if len(found) > MAX_FILES:
+                    raise SourceUnsafe(f"The source has more than {MAX_FILES} files.", hint="Name a narrower folder.")
     return found

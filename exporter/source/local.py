@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from exporter.contract.errors import SourceNotFound, SourceUnsafe
-from exporter.source.confine import open_regular, regular_files
+from exporter.source.confine import is_folder, open_regular, regular_files
 
 
 class LocalReader:
@@ -86,7 +86,7 @@ class LocalTree:
         self._uri = uri
         self._roots = tuple(roots)
         self._files: dict[str, tuple[str, int]]
-        if Path(path).is_dir():
+        if is_folder(path):
             self._files = regular_files(path, self._roots)
         else:
             descriptor = open_regular(path, self._roots)

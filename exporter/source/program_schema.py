@@ -191,8 +191,8 @@ class _Place:
         self.path: list[str] = []
 
     def unsafe(self, problem: str) -> SourceUnsafe:
-        where = ".".join(self.path)
-        return SourceUnsafe(f"{self.what}: {where[-300:] or 'the document'}: {problem}.", place=where[-300:])
+        where = "".join(char if char.isprintable() else "?" for char in ".".join(self.path))[-300:]
+        return SourceUnsafe(f"{self.what}: {where or 'the document'}: {problem}.", place=where)
 
 
 def clean(cls: Any, data: Any, what: str) -> Any:

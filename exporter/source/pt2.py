@@ -181,7 +181,7 @@ def _deserialize(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ExportedProgramDeserializer().deserialize(program, state, constants, samples)  # type: ignore[arg-type]
-    except WeightlessError:
+    except (WeightlessError, MemoryError):
         raise
     except Exception as error:
         log.debug("torch refused %s", archive.name, exc_info=error)

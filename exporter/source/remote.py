@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from exporter.contract.errors import SourceNotFound, SourceUnsafe
+from exporter.source.confine import MAX_FILES
 from exporter.source.ports import ObjectReads
-
-MAX_FILES = 100_000
-"""Most objects that one source may list."""
 
 
 def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int, chunk_size: int) -> Iterator[bytes]:

@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from exporter.contract.errors import (
     InvalidRequest,
@@ -99,6 +101,26 @@ def test_no_other_scheme_is_read(uri: str, policy: SourcePolicy) -> None:
 def test_a_uri_that_cannot_be_read_is_refused(uri: str, policy: SourcePolicy) -> None:
     with pytest.raises((InvalidRequest, SourceAccessDenied)):
         check_source(uri, policy)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    scheme=st.sampled_from(["", "/", "file:", "file://", "file:///", "s3://", "s3:", "hf://", "http://", "x:"]),
+    rest=st.text(st.sampled_from("ab/.%2eE5cfF\\@:?#[]~ \x00\n\u00e9\ud800-"), max_size=24),
+)
+def test_whatever_is_given_is_allowed_or_refused(scheme: str, rest: str) -> None:
+    policy = SourcePolicy(roots=("/nowhere/models", "s3://abc/ab"), hf=True)
+    try:
+        place = check_source(scheme + rest, policy)
+    except (InvalidRequest, SourceAccessDenied):
+        return
+    assert place.scheme == "hf" or (place.bucket == "abc" and (place.path + "/").startswith("ab/"))
+
+
+def test_an_overlong_name_is_not_found(root: Path, policy: SourcePolicy) -> None:
+    place = check_source(f"{root}/{'a' * 300}", policy)
+    with pytest.raises(SourceNotFound):
+        LocalTree("x", place.path, file_roots(policy))
 
 
 def test_an_s3_prefix_is_matched_by_whole_components(policy: SourcePolicy) -> None:
