@@ -127,6 +127,8 @@ class Sweep:
                 found[name] = manifest.export.attempt
                 if self._expired(name, manifest, item):
                     self._swept.expired.append(name)
+        over = set(self._due) - set(self._active) - set(self._swept.expired)
+        self._swept.expired += [name for name in found if name in over]
         for name in self._swept.expired:
             del found[name]
             # The manifest goes first: before anything else is gone, the export is.

@@ -38,7 +38,7 @@ AllowOrigin = Annotated[
     list[str] | None,
     typer.Option("--allow-origin", metavar="URI", help="A further store that the manifest may point at."),
 ]
-Parallel = Annotated[int, typer.Option("--parallel", min=1, max=128, help="Ranges at once.")]
+Parallel = Annotated[int, typer.Option("--parallel", min=1, max=64, help="Ranges at once.")]
 Block = Annotated[
     str, typer.Option("--block", metavar="SIZE", help="Bytes of one range. Memory: parallel x block for buffers.")
 ]

@@ -84,6 +84,13 @@ def test_nothing_expires_without_an_age(store: Store) -> None:
     assert store.sweep(due={IDS[0]}).expired == [IDS[0]]
 
 
+def test_a_failed_export_goes_whole_when_its_time_has_come(store: Store) -> None:
+    store.put(f"exports/{IDS[0]}/1/model.pte", age=60)
+    store.put(f"exports/{IDS[1]}/1/model.pte", age=60)
+    assert store.sweep(due={IDS[0], IDS[1]}, active={IDS[1]}).expired == [IDS[0]]
+    assert store.held() == {f"exports/{IDS[1]}/1/model.pte"}
+
+
 def test_a_running_export_never_expires(store: Store) -> None:
     store.export(IDS[0])
     assert store.sweep(cutoff=NOW, active={IDS[0]}).expired == []
