@@ -121,26 +121,33 @@ def commit(store: Store, rollback: Rollback, keys: Keys, content: bytes, spec: E
     A lost reply is settled by reading: the manifest is ours if its export and attempt are. Where even that fails, what
     was written stays, since a manifest may point at it.
     """
+    failure: StoreUnavailable | None = None
     try:
         if store.put(keys.manifest, content, media_type=MEDIA_TYPE, if_absent=True) is not None:
             rollback.committed()
             return
-    except StoreUnavailable:
+    except StoreUnavailable as error:
+        failure = error
+    try:
+        committed = _stored_attempt(store, keys)
+    except WeightlessError:
         rollback.committed()
-        if not _is_ours(store, keys, spec):
-            raise
+        raise
+    if committed == (spec.id, spec.attempt):
+        rollback.committed()
         return
-    if not _is_ours(store, keys, spec):
-        raise IllegalState("another attempt has committed this export", hint="Its manifest is the one that counts.")
-    rollback.committed()
+    if committed is None and failure is not None:
+        raise failure
+    raise IllegalState("another attempt has committed this export", hint="Its manifest is the one that counts.")
 
 
-def _is_ours(store: Store, keys: Keys, spec: ExportSpec) -> bool:
+def _stored_attempt(store: Store, keys: Keys) -> tuple[str, int] | None:
+    """Export and attempt of the manifest that is there now, None where there is none."""
     try:
         found = store.head(keys.manifest)
         if found is None:
-            return False
+            return None
         stored = parse_manifest(store.read(keys.manifest, 0, min(found.size, MAX_MANIFEST)))
     except NotFound:
-        return False
-    return (stored.export.id, stored.export.attempt) == (spec.id, spec.attempt)
+        return None
+    return stored.export.id, stored.export.attempt

@@ -87,7 +87,8 @@ def model_class(config: Any, task: str) -> Any:
 def load_model(tree: SourceTree, config: Any, kind: Any, dtype: str) -> tuple[torch.nn.Module, ModuleWeights]:
     """The model with its weights mapped (a remote source's are read into memory), and the weights by FQN.
 
-    `SourceUnsafe` or `SourceNotFound` for weights that are not sound or do not cover the model.
+    `SourceUnsafe` for weights that are not sound, `SourceNotFound` for ones that do not cover the model,
+    `InvalidRequest` for ones of another shape.
     """
     stored = SafetensorsWeights(tree)
     state = {name: stored.tensor(name) for name in stored.tensors()}
@@ -108,7 +109,7 @@ def load_model(tree: SourceTree, config: Any, kind: Any, dtype: str) -> tuple[to
     except (WeightlessError, MemoryError):
         raise
     except Exception as error:
-        raise SourceUnsafe(
+        raise InvalidRequest(
             f"the weights do not fit the configuration: {first_line(error)}",
             hint="config.json and the safetensors files must come from the same model.",
         ) from error

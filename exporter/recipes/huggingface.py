@@ -92,7 +92,9 @@ class HuggingFaceRecipe:
 
         config = read_config(tree)
         kind = model_class(config, options.task)
-        given = options.inputs or config_samples(config, kind.main_input_name, options.batch, options.sequence_length)
+        # torch.export takes a sample size of 1 for a constant.
+        batch = max(options.batch, 2) if "batch" in options.dynamic else options.batch
+        given = options.inputs or config_samples(config, kind.main_input_name, batch, options.sequence_length)
         model, weights = load_model(tree, config, kind, options.dtype)
         program = _export(model, make_all(given), dynamic_shapes(given, options), target)
         args, kwargs = program.example_inputs or ((), {})
@@ -174,7 +176,7 @@ def _capture_error(model: torch.nn.Module, inputs: dict[str, torch.Tensor], erro
             hint="Check the options batch, sequenceLength and inputs against the model.",
         )
     return UnsupportedModel(
-        f"torch.export cannot capture the model: {first_line(error)}",
+        f"torch.export cannot capture the model: {type(error).__name__}: {' '.join(str(error).split())[:600]}",
         hint="The forward pass depends on data in a way that cannot be captured, or not for these dynamic shapes.",
         method=METHOD,
     )
