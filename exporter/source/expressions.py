@@ -76,7 +76,14 @@ def _cached(text: str, bits: Callable[[ast.expr], int]) -> None:
 
 
 def _parse(text: str) -> ast.expr:
-    if not text or len(text) > MAX_LENGTH or not text.isascii() or not text.isprintable() or "\\" in text:
+    if (
+        not text
+        or len(text) > MAX_LENGTH
+        or not text.isascii()
+        or not text.isprintable()
+        or "\\" in text
+        or "#" in text
+    ):
         raise Refused("it is empty, too long, or has characters that expressions do not have")
     try:
         tree = ast.parse(text, mode="eval")

@@ -27,7 +27,7 @@ from exporter.source.targets import check_target
 from exporter.source.treespec import KEY, clean_treespec, keyword_names
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}", re.ASCII)
-_FQN = re.compile(r"[A-Za-z0-9_@:+-]{1,256}(\.[A-Za-z0-9_@:+-]{1,256}){0,63}", re.ASCII)
+_FQN = re.compile(r"[A-Za-z0-9_@:+ /-]{1,256}(\.[A-Za-z0-9_@:+ /-]{1,256}){0,63}", re.ASCII)
 _TEXT = re.compile(r"[A-Za-z0-9 _.,:;()\[\]<>=+*/%!?#&|~^@-]{0,4096}", re.ASCII)
 _PAYLOAD = re.compile(r"(weight|tensor)_[0-9]{1,9}", re.ASCII)
 _STACK = re.compile(r"[A-Za-z0-9_.,;@\[\]()<>':+ -]{0,65536}", re.ASCII)

@@ -56,7 +56,7 @@ _PLAIN = {
     ),
     "math.": words("ceil floor sqrt trunc"),
     "torch.sym_": words("float int ite max min not sqrt sum"),
-    "torch._sym_": words("sqrt cos cosh sin sinh tan tanh asin acos atan exp log log2"),
+    "torch._sym_": words("sqrt cos cosh sin sinh tan tanh asin acos atan log2"),
     "torch._functorch.predispatch.": words(
         "lazy_load_decompositions _vmap_increment_nesting _vmap_decrement_nesting _add_batch_dim _remove_batch_dim"
     ),
