@@ -8,11 +8,12 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from importlib.util import find_spec
 
 import structlog
 import uvicorn
 
-from exporter.contract.errors import WeightlessError
+from exporter.contract.errors import InvalidRequest, WeightlessError
 from exporter.store.open import open_store
 from service.app import Parts, create_app
 from service.auth import Authenticator
@@ -92,7 +93,18 @@ def build(settings: Settings, *, command: Sequence[str] = COMMAND) -> tuple[Part
 
 
 def _executor(settings: Settings, command: Sequence[str]) -> Executor:
+    if settings.executor == "ray":
+        return _ray_executor(settings)
     return LocalExecutor(settings.data_dir, slots=settings.slots, command=command)
+
+
+def _ray_executor(settings: Settings) -> Executor:
+    if find_spec("aiohttp") is None:
+        raise InvalidRequest("executor ray needs aiohttp", hint="Install it: pip install 'weightless[ray]'.")
+    from service.executors.ray import RayExecutor
+
+    address = settings.ray_address or ""
+    return RayExecutor(settings.data_dir, address, slots=settings.slots, insecure=settings.ray_insecure)
 
 
 def _authenticator(settings: Settings, database: Database) -> Authenticator:
@@ -150,6 +162,7 @@ def serve(settings: Settings, *, command: Sequence[str] = COMMAND) -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=STREAM_SECONDS,
+        timeout_keep_alive=75,  # longer than proxies keep theirs, so that it is they who close
         proxy_headers=False,
     )
     log.info("serving", url=settings.base_url, store=settings.store_uri, auth=",".join(settings.auth))

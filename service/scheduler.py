@@ -224,7 +224,8 @@ class Scheduler:
             self._watch(export, self._executor.start(spec, slot), slot)
         except WeightlessError as error:
             self._running.pop(export.id, None)
-            self._queue.requeue_or_fail(export, error, lost=True, delay=self._backoff(export.lost))
+            lost = isinstance(error, ExecutorLost)
+            self._queue.requeue_or_fail(export, error, lost=lost, delay=self._backoff(export.lost))
         except Exception as error:
             self._running.pop(export.id, None)
             incident = uuid.uuid4().hex[:12]

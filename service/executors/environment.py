@@ -12,7 +12,7 @@ from pathlib import Path
 
 import exporter.contract.base as contract_base
 
-_NAMES = frozenset(
+NAMES = frozenset(
     {
         "PATH",
         "LANG",
@@ -45,7 +45,7 @@ _NAMES = frozenset(
         "HF_HUB_OFFLINE",
     }
 )
-_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "AWS_")
+PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "AWS_")
 _AWS_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "credentials", "AWS_CONFIG_FILE": "config"}
 
 
@@ -54,7 +54,7 @@ def exporter_environment(
 ) -> dict[str, str]:
     """Variables of an exporter whose job folder is `folder`; `gpu` is what CUDA_VISIBLE_DEVICES becomes."""
     outer = os.environ if outer is None else outer
-    kept = {name: value for name, value in outer.items() if name in _NAMES or name.startswith(_PREFIXES)}
+    kept = {name: value for name, value in outer.items() if name in NAMES or name.startswith(PREFIXES)}
     home, scratch = folder / "tmp" / "home", folder / "tmp"
     for name, file in _AWS_FILES.items():
         # boto3 looks below HOME, which moves: name the operator's own files where there are any.

@@ -70,8 +70,8 @@ class LocalExecutor:
         self._command = tuple(command)
         self.host = host or socket.gethostname()
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = _take_lock(data_dir / "executor.lock")
-        self.id = _identity(data_dir / "executor.id")
+        self._lock = take_lock(data_dir / "executor.lock")
+        self.id = identity(data_dir / "executor.id")
 
     @property
     def reattachable(self) -> bool:
@@ -311,7 +311,8 @@ def spec_json(spec: ExportSpec) -> bytes:
     return json.dumps(spec.model_dump(mode="json", by_alias=True, exclude_unset=True)).encode()
 
 
-def _take_lock(path: Path) -> int:
+def take_lock(path: Path) -> int:
+    """Hold a file's lock as long as this process lives; `InternalError` where another process has it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -323,7 +324,7 @@ def _take_lock(path: Path) -> int:
     return descriptor
 
 
-def _identity(path: Path) -> str:
+def identity(path: Path) -> str:
     """A random name for this data directory's executor, made once."""
     try:
         return path.read_text(encoding="ascii").strip()
