@@ -114,9 +114,9 @@ class Client:
         """One export."""
         return self._object("GET", _path(export_id))
 
-    def exports(self, **filters: str | int | None) -> dict[str, Any]:
+    def exports(self, **filters: str | int | list[str] | None) -> dict[str, Any]:
         """A page of exports: `{items, nextCursor}`."""
-        return self._object("GET", "/exports", params={k: str(v) for k, v in filters.items() if v is not None})
+        return self._object("GET", "/exports", params={k: v for k, v in filters.items() if v is not None})
 
     def cancel(self, export_id: str) -> dict[str, Any]:
         """Ask for an end; an export that is finished stays as it is."""

@@ -149,7 +149,9 @@ def list_exports(
     state: Annotated[str | None, typer.Option("--state", help="queued, starting, running, succeeded, …")] = None,
     recipe: Annotated[str | None, typer.Option("--recipe", help="Exports of one recipe.")] = None,
     repository: Annotated[str | None, typer.Option("--repository", help="Exports of one GitHub repository.")] = None,
-    label: Annotated[str | None, typer.Option("--label", metavar="K=V", help="Exports with a label.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option("--label", metavar="K=V", help="Exports with this label; all that are given.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=200, help="How many.")] = 20,
     cursor: Annotated[str | None, typer.Option("--cursor", help="nextCursor of an earlier list.")] = None,
     url: Url = DEFAULT_URL,

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from exporter.contract.base import parse_duration
 from exporter.contract.errors import InternalError, InvalidRequest
-from exporter.contract.machine import Check, MachineReport
+from exporter.contract.machine import BackendReport, Check, MachineReport
 from service.commands.output import DONE, FAILED, Json, Output, size_text
 
 if TYPE_CHECKING:
     from service.settings import Settings
 
+EXPORTER_PACKAGES = ("torch", "executorch", "transformers", "safetensors")
 DOCTOR_SECONDS = 300
 """How long a machine may take to describe itself: the first import of torch is slow on a cold disk."""
 
@@ -89,6 +92,9 @@ def doctor(
 
 
 def _describe_machine() -> MachineReport:
+    missing = [name for name in EXPORTER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        return _without_exporter(missing)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "exporter", "doctor", "--json"],
@@ -106,6 +112,17 @@ def _describe_machine() -> MachineReport:
             f"`python -m exporter doctor` ended with status {done.returncode} and no report",
             hint="Run it by itself to see why.",
         ) from error
+
+
+def _without_exporter(missing: list[str]) -> MachineReport:
+    """The report of a machine that has the client and the service alone."""
+    reason = "needs the exporter: pip install 'weightless[exporter]'"
+    backends: tuple[Literal["cuda", "xnnpack", "portable"], ...] = ("cuda", "xnnpack", "portable")
+    return MachineReport(
+        versions={"python": platform.python_version()},
+        backends=tuple(BackendReport(name=name, available=False, reason=reason) for name in backends),
+        checks=tuple(Check(name=name, ok=False, message="not installed", needed_for=backends) for name in missing),
+    )
 
 
 def _probe() -> list[Check]:

@@ -209,3 +209,22 @@ def test_a_full_disk_is_said_and_leaves_nothing_in_place(tmp_path: Path) -> None
     assert done.returncode == 1
     assert json.loads(done.stdout)["error"]["code"] == "disk-full"
     assert contents(tmp_path / "out") == {}
+
+
+def test_a_pull_takes_little_memory_whatever_the_size(tmp_path: Path) -> None:
+    export = make_export([96 * 2**20] * 2, base=16 * 2**20)
+    uri = put_into(open_store(StoreSpec(uri=f"file://{tmp_path}/store")), export)
+    size = len(export.bytes_of("model.ptd"))
+    export.store.objects.clear()
+    peaks = []
+    for only in ("program", "data"):
+        process = weightless(
+            "pull", uri, "-o", str(tmp_path / only), "--only", only, "--parallel", "4", "--block", "1MiB"
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        process.communicate()
+        assert process.returncode == 0
+        peaks.append(used.ru_maxrss * 1024)
+    # Buffers of 4 MiB, and what threads and the allocator cost; the file has 208 MiB.
+    assert peaks[1] - peaks[0] < 24 * 2**20 < size // 8

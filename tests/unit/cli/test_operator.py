@@ -164,3 +164,12 @@ def test_gc_of_a_store_with_prefixes(weightless: Callable[..., Ran], data_dir: P
         assert connection.execute("SELECT count(*) FROM exports").fetchone() == (0,)
     connection.close()
     assert weightless("gc", "--json").json["expired"] == []
+
+
+def test_doctor_on_a_machine_with_the_client_alone(weightless: Callable[..., Ran], monkeypatch: Any) -> None:
+    monkeypatch.setattr("service.commands.operate.EXPORTER_PACKAGES", ("torch", "no_such_package"))
+    ran = weightless("doctor", "--json")
+    assert ran.status == 1
+    assert [(check["name"], check["ok"]) for check in ran.json["checks"]] == [("no_such_package", False)]
+    assert not any(backend["available"] for backend in ran.json["backends"])
+    assert "pip install" in weightless("doctor").out
