@@ -6,6 +6,8 @@ own rules). Those of a local source are maps of the file, so that nothing is res
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from exporter.contract.errors import (
     WeightlessError,
     first_line,
 )
+from exporter.contract.segments import Chunk
 from exporter.source.module import ModuleWeights, fill
-from exporter.source.ports import SourceTree
+from exporter.source.ports import SourceTree, TensorInfo, WeightSource
 from exporter.source.safetensors import SafetensorsWeights, strict_json
 
 CONFIG = "config.json"
@@ -84,22 +87,81 @@ def model_class(config: Any, task: str) -> Any:
     return model_class(config, "feature-extraction")
 
 
-def load_model(tree: SourceTree, config: Any, kind: Any, dtype: str) -> tuple[torch.nn.Module, ModuleWeights]:
-    """The model with its weights mapped (a remote source's are read into memory), and the weights by FQN.
+def load_model(tree: SourceTree, config: Any, kind: Any, dtype: str, *, values: bool) -> tuple[Any, WeightSource]:
+    """The model, and its weights by FQN. Local weights are mapped.
 
+    A remote source's are read into memory where `values` are needed (a back end that packs them) or where transformers
+    changes them on the way; else they keep storage that nobody writes, and their bytes are read by range.
     `SourceUnsafe` for weights that are not sound, `SourceNotFound` for ones that do not cover the model,
     `InvalidRequest` for ones of another shape.
     """
     stored = SafetensorsWeights(tree)
     state = {name: stored.tensor(name) for name in stored.tensors()}
-    remote = any(not tree.local_path(name) for name in tree.files() if name.endswith(".safetensors"))
-    if remote:
-        fill(state, stored)
+    if all(tree.local_path(name) for name in tree.files()):
+        model = _with_weights(config, kind, dtype, state)
+        return model, ModuleWeights(_tensors(model), stored.maps)
+    if not values:
+        model = _with_weights(config, kind, dtype, state)
+        named = _names_by_storage(model, state)
+        if named is not None:
+            rest = {name: tensor for name, tensor in _tensors(model).items() if name not in named}
+            return model, RenamedWeights(stored, named, ModuleWeights(rest))
+    fill(state, stored)
+    model = _with_weights(config, kind, dtype, state)
+    return model, ModuleWeights(_tensors(model))
+
+
+class RenamedWeights:
+    """Weights of a checkpoint under the names of a module, and some of the module's own. Satisfies `WeightSource`."""
+
+    def __init__(self, stored: WeightSource, names: Mapping[str, str], own: WeightSource) -> None:
+        """`names` maps a module's FQN to the checkpoint's name."""
+        self._stored = stored
+        self._names = dict(names)
+        self._own = own
+        infos = stored.tensors()
+        self._infos = {fqn: replace(infos[name], name=fqn) for fqn, name in names.items()} | dict(own.tensors())
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by the module's name."""
+        return self._infos
+
+    def chunks(self, name: str) -> Iterator[Chunk]:
+        """The tensor's bytes, from the checkpoint or from the module."""
+        return self._stored.chunks(self._names[name]) if name in self._names else self._own.chunks(name)
+
+
+def _names_by_storage(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, str] | None:
+    """Checkpoint names of a module's tensors, found by their storage; None if a parameter is not as it was stored."""
+    places = {tensor.data_ptr(): name for name, tensor in state.items() if tensor.numel()}
+    named = {}
+    for fqn, tensor in _tensors(model).items():
+        name = places.get(tensor.data_ptr())
+        if name is not None and (tensor.shape, tensor.stride(), tensor.dtype) == (
+            state[name].shape,
+            state[name].stride(),
+            state[name].dtype,
+        ):
+            named[fqn] = name
+        elif isinstance(tensor, torch.nn.Parameter) and tensor.numel():
+            return None
+    return named
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _with_weights(config: Any, kind: Any, dtype: str, state: dict[str, torch.Tensor]) -> Any:
+    """The model, built on the meta device and given the tensors of `state`; frozen, in evaluation mode."""
     try:
         model, info = kind.from_pretrained(
             None,
             config=config,
-            state_dict=state,
+            state_dict=dict(state),
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,
             attn_implementation="sdpa" if kind._supports_sdpa else "eager",
@@ -120,10 +182,4 @@ def load_model(tree: SourceTree, config: Any, kind: Any, dtype: str) -> tuple[to
             hint="Choose the task that the checkpoint was trained for, or the right checkpoint.",
             missing=missing[:50],
         )
-    model.eval()
-    model.requires_grad_(False)
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    return model, ModuleWeights(tensors, () if remote else stored.maps)
+    return model.eval().requires_grad_(False)

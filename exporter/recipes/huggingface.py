@@ -95,7 +95,7 @@ class HuggingFaceRecipe:
         # torch.export takes a sample size of 1 for a constant.
         batch = max(options.batch, 2) if "batch" in options.dynamic else options.batch
         given = options.inputs or config_samples(config, kind.main_input_name, batch, options.sequence_length)
-        model, weights = load_model(tree, config, kind, options.dtype)
+        model, weights = load_model(tree, config, kind, options.dtype, values=target.backend != "cuda")
         program = _export(model, make_all(given), dynamic_shapes(given, options), target)
         args, kwargs = program.example_inputs or ((), {})
         return Captured(
