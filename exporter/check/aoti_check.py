@@ -10,7 +10,6 @@ Host memory: two chunks of 8 MiB and the program, whatever the model's size. GPU
 
 from __future__ import annotations
 
-import copy
 import gc
 import hashlib
 import json
@@ -21,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,11 +31,13 @@ from torch.utils import _pytree as pytree
 
 from exporter.check.aoti_program import Delegate, find_delegates
 from exporter.check.eager import flat_inputs
+from exporter.check.kernel_images import uncovered
 from exporter.check.ports import Reads, StoredArtifact
 from exporter.contract.errors import VerificationFailed
 from exporter.contract.manifest import Data, Verification
 from exporter.contract.segments import Chunk
 from exporter.source.captured import Captured
+from exporter.source.program_copy import copy_program
 
 CHUNK = 8 * 2**20
 REQUEST = "request.json"
@@ -46,12 +48,19 @@ _MAX_REPLY = 2**20
 
 
 class AotiCheck:
-    """Checks CUDA artifacts against eager on the GPU. `gpu_limit` is the export's budget in bytes, None without one."""
+    """Checks CUDA artifacts against eager on the GPU.
 
-    def __init__(self, reads: Reads, scratch: Path, *, gpu_limit: int | None = None) -> None:
+    `gpu_limit` is the export's budget in bytes, None without one; `arch` what its target asks for, which the kernel
+    images must cover.
+    """
+
+    def __init__(
+        self, reads: Reads, scratch: Path, *, gpu_limit: int | None = None, arch: tuple[str, ...] = ()
+    ) -> None:
         self._reads = reads
         self._scratch = scratch
         self._limit = gpu_limit
+        self._arch = arch
         self._captured: Captured | None = None
 
     def prepare(self, captured: Captured) -> None:
@@ -66,6 +75,7 @@ class AotiCheck:
         """
         program = self._read_program(artifact)
         delegates = find_delegates(program)
+        self._check_images(delegates)
         reason = self._cannot_run(artifact, delegates)
         if reason is not None:
             for key, data in artifact.data:
@@ -91,6 +101,17 @@ class AotiCheck:
                 "changed", wanted.name, f"{wanted.name} differs from what was sent: its SHA-256 is another one"
             )
         return bytes(body)
+
+    def _check_images(self, delegates: Mapping[str, list[Delegate]]) -> None:
+        for method, found in delegates.items():
+            for delegate in found:
+                missing = uncovered(delegate.library, self._arch)
+                if missing:
+                    raise VerificationFailed(
+                        f"the kernels of method {method} do not run on {', '.join(missing)}, which the target asks for",
+                        stage="verifying",
+                        kind="arch",
+                    )
 
     def _cannot_run(self, artifact: StoredArtifact, delegates: Mapping[str, list[Delegate]]) -> str | None:
         if self._captured is None or not self._captured.samples:
@@ -212,18 +233,13 @@ def _run_eager(method: str, program: ExportedProgram, captured: Captured, state:
 
     args, kwargs = captured.samples[method]
     infos = captured.weights.tensors()
-    memo: dict[int, Any] = {}
-    for table in (program.state_dict, program.constants):
-        for fqn, tensor in table.items():
-            if isinstance(tensor, torch.Tensor):
-                if id(tensor) not in memo:
-                    values = _on_gpu(tensor, lambda name=fqn: captured.weights.chunks(name), fqn in infos)  # type: ignore[misc]
-                    memo[id(tensor)] = (
-                        torch.nn.Parameter(values, requires_grad=False)
-                        if isinstance(tensor, torch.nn.Parameter)
-                        else values
-                    )
-    moved = move_to_device_pass(copy.deepcopy(program, memo), "cuda")
+
+    def loaded(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+        values = _on_gpu(tensor, partial(captured.weights.chunks, fqn), fqn in infos)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter(values, requires_grad=False) if is_parameter else values
+
+    moved = move_to_device_pass(copy_program(program, loaded), "cuda")
     module = moved.module(check_guards=False)
     for name in program.graph_signature.buffers_to_mutate.values():
         owner, _, leaf = name.rpartition(".")

@@ -83,7 +83,9 @@ def _run(
             return
         raise
     by_fqn = {constant["fqn"]: _view(constant, storages) for constant in case["constants"]}
-    names = runner.getConstantNamesToOriginalFQNs()
+    # The binding's name before torch 2.13 and since.
+    ask = getattr(runner, "get_constant_names_to_original_fqns", None) or runner.getConstantNamesToOriginalFQNs
+    names: dict[str, str] = ask()
     missing = sorted(set(names.values()) - set(by_fqn))
     if missing:
         raise Mismatch(f"method {method}: the library asks for {missing[0]}, which the program does not list")

@@ -7,7 +7,6 @@ matched with a planned segment by the identity of its stand-in. What it made its
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -37,12 +36,17 @@ from exporter.lowering.scratch import compile_folder
 from exporter.lowering.seams import check_seams
 from exporter.lowering.weights import WeightSet, collect_weights, fill_from_source, fill_outside
 from exporter.source.captured import Captured
+from exporter.source.program_copy import copy_program
 
 DATA_NAME = "aoti_cuda_blob.ptd"
 """Upstream's name for the external data of a CUDA program, with the suffix that its writer adds."""
 _TAG = "aoti_cuda_blob"
 RESERVE_BYTES = 64 * 2**20
 """Room in the part plan for constants that the compiler makes, beyond the tensors that stay real."""
+
+COMPILE_THREADS = 4
+"""Compile workers of Inductor. Each holds about 70 MiB, and by default there is one per core: with 16 they were more than
+the export itself. Most of a compile waits for the tuning on the GPU."""
 
 
 def storage_key(fqn: str) -> str:
@@ -53,7 +57,7 @@ def storage_key(fqn: str) -> str:
 class CudaLowering:
     """Lowers one export; `plan` and `lower` are called once each, with the same captured programs."""
 
-    def __init__(self, target: Target, *, compile_threads: int | None = None) -> None:
+    def __init__(self, target: Target, *, compile_threads: int = COMPILE_THREADS) -> None:
         self._target = target
         self._threads = compile_threads
         self._weights: WeightSet | None = None
@@ -87,10 +91,10 @@ class CudaLowering:
     def _lower_with_phantoms(self, captured: Captured, weights: WeightSet, progress: Progress) -> Lowered:
         phantoms = Phantoms(weights, on_method=_counter(captured, progress))
         with ExitStack() as stack:
+            stack.enter_context(_inductor_settings(self._threads))
             stack.enter_context(compile_folder())
             stack.enter_context(phantom_weights(phantoms))
             stack.enter_context(shared_memory_limit(self._target))
-            stack.enter_context(_inductor_settings(self._threads))
             manager = self._compile(captured, lambda programs: fill_outside(programs, weights))
         used, appended = _match(_external_entries(manager))
         largest = phantoms.largest_kernel
@@ -120,7 +124,7 @@ class CudaLowering:
         from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
         from executorch.exir.passes import MemoryPlanningPass
 
-        programs = {name: _copy_of_graph(program) for name, program in captured.programs.items()}
+        programs = {name: copy_program(program) for name, program in captured.programs.items()}
         partitioner = {name: [CudaPartitioner(compile_specs(self._target, name))] for name in programs}
         edge = to_edge_transform_and_lower(
             programs,
@@ -223,12 +227,6 @@ def _lowered(
     )
 
 
-def _copy_of_graph(program: ExportedProgram) -> ExportedProgram:
-    tables = (program.state_dict, program.constants)
-    shared = {id(item): item for table in tables for item in table.values() if isinstance(item, torch.Tensor)}
-    return copy.deepcopy(program, shared)
-
-
 def _method(name: str, program: ExportedProgram) -> Method:
     inputs, outputs = program_values(program)
     return Method(name=name, inputs=inputs, outputs=outputs, delegates=("CudaBackend",))
@@ -249,7 +247,7 @@ def _counter(captured: Captured, progress: Progress) -> Callable[[], None]:
 
 @contextmanager
 def _inductor_settings(threads: int | None) -> Iterator[None]:
-    """What upstream's own exporters set: the wrapper only launches kernels and need not be optimised."""
+    """What upstream's own exporters set (the wrapper only launches kernels and need not be optimised), and threads."""
     from torch._inductor import config
 
     settings: dict[str, object] = {"aot_inductor.compile_wrapper_opt_level": "O0"}

@@ -19,14 +19,22 @@ def compile_folder() -> Iterator[Path]:
     Inductor keeps precompiled headers (about 280 MB) under TMPDIR whatever its cache setting is, so TMPDIR is set too.
     The compile workers inherit the variables; they are stopped before the folder is removed.
     """
+    _stop_workers()  # those of before have the old variables
     folder = Path(tempfile.mkdtemp(prefix="weightless-compile-"))
     before = {name: os.environ.get(name) for name in _VARIABLES}
     before_default = tempfile.tempdir
+    from torch._inductor import codecache
+
+    headers = codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR
     try:
         for name, part in _VARIABLES.items():
             (folder / part).mkdir()
             os.environ[name] = str(folder / part)
         tempfile.tempdir = None
+        # Both were derived from the TMPDIR of the time when Inductor was imported.
+        codecache._HEADER_DIR = str(folder / "tmp" / "headers")
+        codecache._HEADER_LOCK_DIR = str(folder / "tmp" / "headers" / "locks")
+        codecache._precompile_header.cache_clear()
         yield folder
     finally:
         _stop_workers()
@@ -36,6 +44,8 @@ def compile_folder() -> Iterator[Path]:
             else:
                 os.environ[name] = value
         tempfile.tempdir = before_default
+        codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = headers
+        codecache._precompile_header.cache_clear()
         shutil.rmtree(folder, ignore_errors=True)
 
 

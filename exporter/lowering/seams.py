@@ -91,6 +91,13 @@ TABLE: tuple[Seam, ...] = (
     Seam(f"{_INDUCTOR}.codecache", "TensorProperties", ("tensor",), "relied on", "None for an emptied tensor"),
     Seam(f"{_INDUCTOR}.codecache", "determine_aoti_mmap_flags", ("consts_size",), "relied on", "external weights"),
     Seam(
+        f"{_INDUCTOR}.codecache",
+        "_precompile_header",
+        ("header", "hashable_cmd_line", "compile_command"),
+        "relied on",
+        "writes under the module's _HEADER_DIR, which scratch.py points at the compile's own folder",
+    ),
+    Seam(
         f"{_INDUCTOR}.codegen.cpp_wrapper_cpu",
         "CppWrapperCpu.codegen_device",
         ("self", "device"),

@@ -281,7 +281,9 @@ def main() -> None:
         figures = upstream(layers, vocabulary, source, out, side == "upstream-strict")
     figures["export_s"] = round(time.monotonic() - started, 2)
     if side.startswith("upstream") and os.environ.get("SEGMENTS") == "1":
+        hashing = time.monotonic()
         figures["segments"] = ptd_segments(next(out.glob("*.ptd")))
+        figures["hash_s"] = round(time.monotonic() - hashing, 2)
     print(json.dumps(figures), flush=True)
     os._exit(0)
 

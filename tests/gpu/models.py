@@ -243,6 +243,7 @@ def gemma4() -> tuple[Programs, Samples]:
 
 def qwen35_moe() -> tuple[Programs, Samples]:
     """Upstream's tiny Qwen3.5-MoE with int4 experts and linears."""
+    import executorch.backends.cuda.triton.kernels  # noqa: F401
     from executorch.examples.models.qwen3_5_moe import export as qwen
     from executorch.examples.models.qwen3_5_moe import test_quantize_roundtrip as tiny
 

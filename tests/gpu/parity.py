@@ -1,25 +1,28 @@
 """Exports one small model with upstream's low-memory mode and with phantom weights, compares, and runs both on the GPU.
 
-    python -m tests.gpu.parity CASE        # one JSON line on standard output
+    python -m tests.gpu.parity CASE            # one JSON line on standard output
+    python -m tests.gpu.parity CASE as-upstream   # lowMemoryMode: false against upstream without low_memory_mode
 
 Both sides lower the very same programs with the same Inductor settings, each in a compile folder of its own.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+import re
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 
 from exporter.check.aoti_check import AotiCheck
 from exporter.check.ports import StoredArtifact
@@ -32,6 +35,7 @@ from exporter.lowering.cuda import CudaLowering, _external_entries, _inductor_se
 from exporter.lowering.cuda_target import compile_specs
 from exporter.lowering.scratch import compile_folder
 from exporter.source.captured import Captured
+from exporter.source.program_copy import copy_program
 from exporter.source.ports import TensorInfo
 from tests.gpu.models import HELD, SOURCED, Programs, Samples
 
@@ -100,13 +104,6 @@ def _stable(key: str) -> str:
     return prefix[: -len("0" * 64)] + "…" + rest if marker else key
 
 
-def copied(program: ExportedProgram) -> ExportedProgram:
-    """The program with its own graph and the same tensors."""
-    tables = (program.state_dict, program.constants)
-    memo = {id(item): item for table in tables for item in table.values() if isinstance(item, torch.Tensor)}
-    return copy.deepcopy(program, memo)
-
-
 def upstream(programs: Programs, target: Target = TARGET) -> Exported:
     """ExecuTorch's own export of `programs`."""
     from executorch.backends.cuda.cuda_partitioner import CudaPartitioner
@@ -114,9 +111,10 @@ def upstream(programs: Programs, target: Target = TARGET) -> Exported:
     from executorch.exir.passes import MemoryPlanningPass
 
     started = time.monotonic()
-    with compile_folder(), _inductor_settings(None):
+    settings = _inductor_settings(None) if target.low_memory_mode else nullcontext()
+    with compile_folder(), settings:
         edge = to_edge_transform_and_lower(
-            {name: copied(program) for name, program in programs.items()},
+            {name: copy_program(program) for name, program in programs.items()},
             partitioner={name: [CudaPartitioner(compile_specs(target, name))] for name in programs},
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         )
@@ -160,7 +158,7 @@ def emptied(programs: Programs) -> tuple[Programs, TensorSource]:
     hollow: dict[int, torch.Tensor] = {}
     result = {}
     for name, program in programs.items():
-        result[name] = copied(program)
+        result[name] = copy_program(program)
         table = result[name].state_dict
         for fqn, tensor in list(table.items()):
             if not torch.count_nonzero(tensor):
@@ -210,6 +208,62 @@ def _named(key: str) -> SegmentKey:
     return SegmentKey(key=key)
 
 
+def as_upstream(case: str) -> dict[str, Any]:
+    """What is said of `lowMemoryMode: false`: programs, segments and whole data files, and upstream against itself."""
+    torch.manual_seed(0)
+    target = TARGET.model_copy(update={"low_memory_mode": False})
+    programs, samples = SOURCED[case]()
+    first, second = upstream(programs, target), upstream(programs, target)
+    given, source = emptied(programs)
+    result, _ = ours(Captured(given, source, samples), target)
+    return {
+        "case": f"{case}, lowMemoryMode false",
+        "equal": result.digests() == first.digests(),
+        "program_equal": result.program == first.program,
+        "data_file_equal": _data_file(result) == _data_file(first),
+        "upstream_program_equals_itself": first.program == second.program,
+        "upstream_segments_equal_themselves": first.digests() == second.digests(),
+        "keys": [len(first.digests()), len(result.digests())],
+    }
+
+
+def _data_file(exported: Exported) -> bytes:
+    """The segments in their order, each aligned: what a data file holds behind its header."""
+    body = bytearray()
+    for data in exported.segments.values():
+        body += bytes(-len(body) % 128) + data
+    return bytes(body)
+
+
+def images(exported: Exported) -> dict[str, Any]:
+    """Kernel images by our reader and by cuobjdump, which is given each fat binary or cubin that it finds."""
+    from exporter.check.aoti_program import find_delegates
+    from exporter.check.kernel_images import kernel_images
+
+    delegates = [item for found in find_delegates(exported.program).values() for item in found]
+    mine = sorted({f"{image.kind} {image.arch}" for item in delegates for image in kernel_images(item.library)})
+    theirs: set[str] = set()
+    for item in delegates:
+        theirs |= _cuobjdump(item.library)
+    return {"ours": mine, "cuobjdump": sorted(theirs)}
+
+
+def _cuobjdump(library: bytes) -> set[str]:
+    tool = shutil.which("cuobjdump") or "/usr/local/cuda/bin/cuobjdump"
+    marks = [(library.find(b"\x50\xed\x55\xba"), "fatbin"), (library.find(b"\x7fELF\x02\x01\x01\x33"), "cubin")]
+    found = set()
+    with TemporaryDirectory() as folder:
+        for at, kind in marks:
+            if at < 0:
+                continue
+            path = Path(folder) / f"kernel.{kind}"
+            path.write_bytes(library[at:])
+            for option, name in (("--list-elf", "sass"), ("--list-ptx", "ptx")):
+                text = subprocess.run([tool, option, str(path)], capture_output=True, text=True, check=False).stdout
+                found |= {f"{name} {arch}" for arch in re.findall(r"sm_\d+[a-z]?", text)}
+    return found
+
+
 def compare(case: str) -> dict[str, Any]:
     """All that is said of one case."""
     torch.manual_seed(0)
@@ -236,6 +290,7 @@ def compare(case: str) -> dict[str, Any]:
     if differing:
         again = upstream(programs).digests()
         report["upstream_differs_from_itself"] = sorted(key for key in wanted if wanted[key] != again.get(key))[:20]
+    report["images"] = images(result)
     if samples:
         whole = Captured(programs, TensorSource({}), samples, share_buffers=len(programs) > 1)
         report["errors"] = _errors(reference, result, whole, captured, samples)
@@ -255,4 +310,5 @@ def _errors(
 
 
 if __name__ == "__main__":
-    print("PARITY " + json.dumps(compare(sys.argv[1])), flush=True)
+    run = as_upstream if sys.argv[2:] == ["as-upstream"] else compare
+    print("PARITY " + json.dumps(run(sys.argv[1])), flush=True)
