@@ -6,29 +6,24 @@
 ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
 ARG CUDA_IMAGE=docker.io/nvidia/cuda:13.0.1-devel-ubuntu24.04
 
-# The wheel, and the list of what it needs: dependencies change less often than code, so they get a layer of their own.
-FROM ${BASE_IMAGE} AS wheel
+# The wheel, and the service's packages: dependencies change less often than code, so they get a layer of their own.
+FROM ${BASE_IMAGE} AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
-RUN python3 -m venv /opt/build \
-    && python3 -c 'import pathlib, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; x = p["optional-dependencies"]; \
+RUN python3 -c 'import pathlib, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; x = p["optional-dependencies"]; \
 pathlib.Path("service.txt").write_text("\n".join(p["dependencies"] + x["postgres"])); \
-pathlib.Path("exporter.txt").write_text("\n".join(p["dependencies"] + x["postgres"] + x["ray"] + x["exporter"]))'
+pathlib.Path("exporter.txt").write_text("\n".join(p["dependencies"] + x["postgres"] + x["ray"] + x["exporter"]))' \
+    && python3 -m venv /opt/weightless \
+    && /opt/weightless/bin/pip install --no-cache-dir --no-compile -r service.txt
 COPY exporter ./exporter
 COPY service ./service
-RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
-
-FROM ${BASE_IMAGE} AS service-packages
-RUN python3 -m venv /opt/weightless
-COPY --from=wheel /src/service.txt /tmp/requirements.txt
-RUN /opt/weightless/bin/pip install --no-cache-dir --no-compile -r /tmp/requirements.txt
-COPY --from=wheel /dist /dist
-RUN /opt/weightless/bin/pip install --no-cache-dir --no-deps /dist/*.whl
+RUN /opt/weightless/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist . \
+    && /opt/weightless/bin/pip install --no-cache-dir --no-deps /dist/*.whl
 
 FROM ${BASE_IMAGE} AS service
 RUN groupadd --gid 10001 weightless \
     && useradd --uid 10001 --gid 10001 --home-dir /var/lib/weightless --create-home --shell /usr/sbin/nologin weightless
-COPY --from=service-packages /opt/weightless /opt/weightless
+COPY --from=build /opt/weightless /opt/weightless
 # WEIGHTLESS_HOST opens the container's port. The service refuses to listen there without WEIGHTLESS_AUTH: set one.
 ENV PATH=/opt/weightless/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -52,9 +47,9 @@ RUN apt-get update \
     && groupadd --gid 10001 weightless \
     && useradd --uid 10001 --gid 10001 --home-dir /var/lib/weightless --create-home --shell /usr/sbin/nologin weightless \
     && python3 -m venv /opt/weightless
-COPY --from=wheel /src/exporter.txt /tmp/requirements.txt
+COPY --from=build /src/exporter.txt /tmp/requirements.txt
 RUN /opt/weightless/bin/pip install --no-cache-dir --no-compile -r /tmp/requirements.txt
-COPY --from=wheel /dist /dist
+COPY --from=build /dist /dist
 RUN /opt/weightless/bin/pip install --no-cache-dir --no-deps /dist/*.whl
 ENV PATH=/opt/weightless/bin:/usr/local/cuda/bin:$PATH \
     CUDA_HOME=/usr/local/cuda \

@@ -24,12 +24,12 @@ from service.ports import ArtifactStore, LogSource
 from service.routes.access import Allowed, ExportId, find, view
 from service.schemas import export_view
 from service.web import chart, render
-from service.web.login import COOKIE, MAX_TOKEN, BrowserLogin, acceptable
+from service.web.browser import COOKIE, MAX_TOKEN, ForBrowsers, acceptable
 from service.web.timeline import timeline_of
 
 router = APIRouter(include_in_schema=False)
-middleware = BrowserLogin
-"""What the app wraps itself in, so that a browser can sign in."""
+middleware = ForBrowsers
+"""What the app wraps itself in, so that a browser can sign in and read errors."""
 PAGE_SIZE = 50
 MAX_SHOWN_MANIFEST = 8 * 2**20
 """Bytes of a manifest that a page reads; a larger one is linked only."""

@@ -87,6 +87,22 @@ def test_action_model_failure(scripted: LiveService, job: Job) -> None:
     assert "a, b" in result.summary
 
 
+@pytest.mark.slow
+def test_action_exports_and_pulls_a_real_model(real: LiveService, job: Job) -> None:
+    inputs = {"recipe": "exported-program", "target": '{"backend": "portable"}', "pull": "out", "max-wall-time": "10m"}
+    result = job.run({"service-url": real.url, "source": real.source, **inputs})
+    assert result.status == 0, result.raw
+    folder = Path(result.outputs["pulled"])
+    assert folder == job.folder / "workspace" / "out"
+    lines = Path(result.outputs["subject-checksums"]).read_text().splitlines()
+    sums = {name: value for value, name in (line.split("  ") for line in lines)}
+    assert hashlib.sha256((folder / "model.pte").read_bytes()).hexdigest() == sums["model.pte"]
+    assert (folder / "model.ptd").stat().st_size > 0
+    assert "verifying" in result.summary
+    assert "passed" in result.summary
+    assert result.groups == ["Pull to out"]
+
+
 @pytest.mark.parametrize(
     ("code", "title", "whose"),
     [

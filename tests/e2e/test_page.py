@@ -185,7 +185,19 @@ def test_pictures_are_wellformed_and_run_nothing(scripted: LiveService) -> None:
 def test_unknown_export_has_no_page_and_no_pictures(scripted: LiveService) -> None:
     missing = "/exports/exp_00000000000000000000000000"
     for address in (missing, f"{missing}/memory.svg", f"{missing}/badge.svg", "/exports/..%2F..%2Fetc/memory.svg"):
-        assert scripted.get(address, "text/html")[0] == 404
+        status, headers, body = scripted.get(address, "text/html,*/*;q=0.8")
+        assert status == 404
+        assert headers["content-type"].startswith("text/html")
+        assert "unsafe" not in headers["content-security-policy"]
+        assert b"All exports" in body
+        assert scripted.get(address, "application/json")[1]["content-type"] == "application/problem+json"
+
+
+def test_error_page_shows_hostile_text_as_text(scripted: LiveService) -> None:
+    status, _, body = scripted.get("/recipes/%3Cimg%20src=x%20onerror=alert(1)%3E", "text/html")
+    assert status == 404
+    assert b"<img" not in body
+    assert b"&lt;img src=x" in body
 
 
 def failure(text: str) -> dict[str, Any]:

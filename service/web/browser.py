@@ -1,12 +1,14 @@
-"""Lets a browser, which cannot send a bearer token by itself, sign in with one.
+"""What a browser needs and other clients do not: a way to sign in, and errors that a person can read.
 
-The token lies in a cookie that no script can read and no other site can send (HttpOnly, SameSite=Strict), and becomes
-the Authorization header of the same request. Nothing else changes: who a token is and what it may do is decided where
-it always is. A page that answers 401 becomes the form that asks for a token.
+A browser cannot send a bearer token by itself. The one that a person pastes lies in a cookie that no script can read
+and no other site can send (HttpOnly, SameSite=Strict), and becomes the Authorization header of the same request.
+Nothing else changes: who a token is and what it may do is decided where it always is. An error answer to a request for
+text/html becomes a page; a 401 becomes the form that asks for a token.
 """
 
 from __future__ import annotations
 
+import json
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
@@ -14,15 +16,15 @@ from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.web.render import CSP, login_html
+from service.web.render import CSP, error_html, login_html
 
 COOKIE = "weightless_token"
 MAX_TOKEN = 3800
 """Characters of a token that fits a cookie; browsers refuse 4 KiB."""
 
 
-class BrowserLogin:
-    """ASGI middleware: cookie in, Authorization header on; 401 of a page out, form instead."""
+class ForBrowsers:
+    """ASGI middleware: a cookie goes in and an Authorization header on; a problem document comes out as a page."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -38,23 +40,42 @@ class BrowserLogin:
         if scope["method"] != "GET" or "text/html" not in headers.get("accept", ""):
             await self._app(scope, receive, send)
             return
-        await self._with_form(scope, receive, send, refused=token is not None)
+        await self._readable(scope, receive, send, refused=token is not None)
 
-    async def _with_form(self, scope: Scope, receive: Receive, send: Send, *, refused: bool) -> None:
-        replaced = False
+    async def _readable(self, scope: Scope, receive: Receive, send: Send, *, refused: bool) -> None:
+        """Answer as the app does, but for problem documents: those are held, rendered, and sent as a page."""
+        problem: Message | None = None
+        body = b""
 
         async def sent(message: Message) -> None:
-            nonlocal replaced
-            if message["type"] == "http.response.start" and message["status"] == 401:
-                replaced = True
-                base = str(scope.get("root_path", "")).rstrip("/")
-                page = HTMLResponse(login_html(refused=refused, base=base), 401, {"Content-Security-Policy": CSP})
-                page.headers.update({"Cache-Control": "no-store", "WWW-Authenticate": "Bearer"})
-                await page(scope, receive, send)
-            elif not replaced:
+            nonlocal problem, body
+            if message["type"] == "http.response.start" and _is_problem(message):
+                problem = message
+            elif problem is None:
                 await send(message)
+            else:
+                body += message.get("body", b"")
+                if not message.get("more_body", False):
+                    await _page(problem, body, base, refused=refused)(scope, receive, send)
 
+        base = str(scope.get("root_path", "")).rstrip("/")
         await self._app(scope, receive, sent)
+
+
+def _is_problem(start: Message) -> bool:
+    return Headers(raw=start["headers"]).get("content-type", "").startswith("application/problem+json")
+
+
+def _page(start: Message, body: bytes, base: str, *, refused: bool) -> HTMLResponse:
+    status, headers = start["status"], Headers(raw=start["headers"])
+    kept = {name: headers[name] for name in ("www-authenticate", "retry-after") if name in headers}
+    if status == 401:
+        text = login_html(refused=refused, base=base)
+    else:
+        problem = json.loads(body)
+        text = error_html(status, problem["title"], problem["detail"], problem.get("hint", ""), base)
+    policy = {"Content-Security-Policy": CSP, "Cache-Control": "no-store", "Vary": "Accept"}
+    return HTMLResponse(text, status, {**policy, **kept})
 
 
 def cookie_token(header: str) -> str | None:
