@@ -97,7 +97,8 @@ class StoreOrigin:
 
 def foreign_origin(name: str, url: str, origin: str) -> Forbidden:
     """The refusal to follow a manifest to another place; the URL is shown without its query."""
-    shown = url.split("?", 1)[0][:200]
+    # Neither a query, which may be a signature, nor a user and password are shown.
+    shown = re.sub(r"//[^/@]*@", "//", url.split("?", 1)[0])[:200]
     return Forbidden(
         f"{name}: the manifest points at {shown!r}, outside of its own origin {origin}",
         hint="If you trust that place, name it with --allow-origin.",
@@ -178,9 +179,9 @@ def locate_manifest(target: str, open_reads: OpenReads, allowed: Sequence[str] =
     blob = stored_blob(store, key)
     content = read_whole(blob, MAX_MANIFEST)
     base = posixpath.dirname(key)
-    origin = StoreOrigin(
-        store, base, siblings=root.startswith("file:"), allowed=[open_reads(uri) for uri in allowed if "://" in uri]
-    )
+    if any("://" not in uri for uri in allowed):
+        raise InvalidRequest("an allowed origin is the URI of a store, such as s3://bucket")
+    origin = StoreOrigin(store, base, siblings=root.startswith("file:"), allowed=[open_reads(uri) for uri in allowed])
     return Located(parse_manifest(content), content, blob.uri, origin)
 
 

@@ -31,6 +31,7 @@ class Follower:
         )
         self._tasks: dict[str, TaskID] = {}
         self._said: dict[str, float] = {}
+        self._last: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Follower:
         self._bars.__enter__()
@@ -69,12 +70,19 @@ class Follower:
                 self._say(f"{name} …")
         elif name in self._tasks:
             task = self._bars.tasks[self._bars.task_ids.index(self._tasks[name])]
-            self._bars.update(self._tasks[name], total=task.total or 1, completed=task.total or 1)
+            self._bars.update(
+                self._tasks[name], total=task.total or 1, completed=task.total or 1, amount=self._all(name)
+            )
             self._bars.stop_task(self._tasks[name])
+
+    def _all(self, name: str) -> str:
+        last = self._last.get(name)
+        return "" if last is None else _amount({**last, "rate": None}, int(last["total"]), int(last["total"]))
 
     def _progress(self, event: Mapping[str, Any]) -> None:
         name, done, total = str(event.get("stage")), int(event.get("done", 0)), int(event.get("total", 0))
         amount = _amount(event, done, total)
+        self._last[name] = {"unit": event.get("unit"), "total": total}
         if self._output.bars:
             self._bars.update(self._task(name), completed=done, total=total or None, amount=amount)
             return

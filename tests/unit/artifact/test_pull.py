@@ -13,7 +13,7 @@ import pytest
 
 from exporter.artifact.cache import WeightCache
 from exporter.artifact.folder import WORK, Folder
-from exporter.artifact.location import locate_manifest
+from exporter.artifact.location import StoreOrigin, locate_manifest
 from exporter.artifact.pull import pull, select
 from exporter.artifact.stdout import stream_file
 from exporter.artifact.transfer import Limits, Throttle
@@ -29,7 +29,7 @@ from exporter.contract.errors import (
 from exporter.contract.manifest import Manifest
 from exporter.store.local import LocalStore
 
-from .conftest import Export, make_export
+from .conftest import EXPORT, Export, make_export
 
 SMALL = Limits(parallel=3, block=16 * 1024)
 
@@ -134,6 +134,26 @@ def test_a_manifest_cannot_lead_elsewhere(tmp_path: Path, export: Export, url: s
         pull(Manifest.model_validate(raw), export.origin, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert export.store.reads == []
+
+
+def test_a_foreign_url_is_shown_without_its_secrets(tmp_path: Path, export: Export) -> None:
+    raw = export.manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
+    raw["program"]["urls"] = ["https://me:secret@host/x?X-Amz-Signature=secret"]
+    with pytest.raises(Forbidden) as caught:
+        pull(Manifest.model_validate(raw), export.origin, tmp_path / "out")
+    assert "secret" not in str(caught.value.as_dict())
+    assert "https://host/x" in caught.value.message
+
+
+def test_an_origin_may_be_allowed_by_the_user(tmp_path: Path, export: Export) -> None:
+    other = make_export().store
+    other.root = "memory://other"
+    raw = export.manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
+    raw["data"][0]["urls"] = ["memory://other/" + export.keys["model.ptd"]]
+    export.store.delete(export.keys["model.ptd"])
+    origin = StoreOrigin(export.store, f"exports/{EXPORT}", allowed=[other])
+    pull(Manifest.model_validate(raw), origin, tmp_path / "out")
+    assert (tmp_path / "out/model.ptd").read_bytes() == other.objects[export.keys["model.ptd"]]
 
 
 def test_a_relative_url_may_go_up_inside_the_store(tmp_path: Path, export: Export) -> None:
