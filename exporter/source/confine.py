@@ -211,7 +211,8 @@ def is_folder(path: str) -> bool:
 def regular_files(root: str, roots: Sequence[str]) -> dict[str, tuple[str, int]]:
     """Regular files under the real folder `root`, by relative POSIX name: real path and size.
 
-    Links are followed only to regular files inside `roots`; what leads elsewhere is left out, as are devices and FIFOs.
+    Links to folders are not followed, links to files only inside `roots`: `SourceAccessDenied` names one that leads out.
+    Devices, sockets and FIFOs are left out.
     """
     found: dict[str, tuple[str, int]] = {}
     pure_roots = [PurePosixPath(place) for place in roots]
@@ -220,7 +221,8 @@ def regular_files(root: str, roots: Sequence[str]) -> dict[str, tuple[str, int]]
             path = Path(folder, name)
             real = os.path.realpath(path)
             if not any(is_within(PurePosixPath(real), place) for place in pure_roots):
-                continue
+                inside = path.relative_to(root).as_posix()
+                raise SourceAccessDenied(f"{inside} is a link out of the directories that may be read.", file=inside)
             try:
                 status = os.lstat(real)
             except OSError:

@@ -344,7 +344,7 @@ def _(members: Members, canary: Path) -> Members:
     return {**edit_json(members, CONSTANTS, edit), "data/constants/tensor_9": torch_saved(Touch(canary))}
 
 
-@door("an opaque object")
+@door("an opaque object", stock=torch.__version__ >= "2.12")
 def _(members: Members, canary: Path) -> Members:
     def edit(document: Any) -> None:
         document["config"]["thing"] = {

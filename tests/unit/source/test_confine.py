@@ -233,8 +233,13 @@ def test_a_root_that_is_a_link_stands_for_its_target(root: Path) -> None:
     assert check_source(f"{root.parent}/alias/bert", policy).path == str(root / "bert")
 
 
-def test_links_out_of_a_folder_are_left_out_of_its_files(root: Path, policy: SourcePolicy) -> None:
+def test_a_link_out_of_a_folder_is_denied_by_name(root: Path, policy: SourcePolicy) -> None:
     (root / "bert" / "stolen.safetensors").symlink_to("/etc/passwd")
+    with pytest.raises(SourceAccessDenied, match=r"stolen\.safetensors is a link out"):
+        LocalTree("x", str(root / "bert"), file_roots(policy))
+
+
+def test_links_within_the_root_are_followed_to_files_only(root: Path, policy: SourcePolicy) -> None:
     (root / "bert" / "loop").symlink_to(root / "bert")
     (root / "shared.json").write_text("{}")
     (root / "bert" / "config.json").symlink_to(root / "shared.json")
