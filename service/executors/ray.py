@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from service.executors.base import Ended, Fate
 from service.executors.local import identity, take_lock
 from service.executors.ray_cluster import DOCTOR_SECONDS, describe_cluster
 from service.executors.ray_entrypoint import export_job, job_id
-from service.executors.ray_jobs import TIMEOUT, Job, RayJobs
+from service.executors.ray_jobs import TIMEOUT, Job, RayJobs, Unreachable
 from service.executors.ray_log import FramedLog
 
 log = structlog.get_logger(__name__)
@@ -38,13 +38,8 @@ MAX_WAITING = 5000
 """Events that wait for the scheduler before reading goes on: at most 64 KiB each, mostly 200 bytes."""
 LOG_TRIES = 3
 """How often the log of a job that is over is read, where its node does not give it."""
-_NEVER_RAN = frozenset(
-    {
-        "JOB_SUPERVISOR_ACTOR_START_TIMEOUT",
-        "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE",
-        "RUNTIME_ENV_SETUP_FAILURE",
-    }
-)
+ABSENT_POLLS = 3
+"""How often in a row Ray must not know a job that left no trace, before it counts as never submitted."""
 
 
 class RayExecutor:
@@ -87,10 +82,12 @@ class RayExecutor:
 
     def start(self, spec: ExportSpec, slot: int) -> RayAttempt:
         """Submit the job. A lost answer is not a lost job: the attempt is followed and tells."""
-        body = export_job(spec)
+        body = export_job(spec, self.id)
         try:
             self._call(self._jobs.check_access())
             self._call(self._jobs.submit(body))
+        except Unreachable as error:
+            log.warning("a submission was not answered", job=body["submission_id"], error=error.message)
         except InvalidRequest as error:
             # Not the request's fault: another cluster answers at the address now.
             raise ExecutorLost(error.message, hint=error.hint) from error
@@ -106,6 +103,17 @@ class RayExecutor:
         )
         found.follow()
         return found
+
+    def sweep(self, known: Set[tuple[str, int]]) -> None:
+        """Stop our jobs that the database has given to somebody else, or has seen the end of."""
+        ours = {job_id(*key) for key in known}
+        try:
+            for job, metadata in self._call(self._jobs.unfinished()).items():
+                if metadata.get("executor") == self.id and job not in ours:
+                    log.warning("a Ray job that is not ours any more is stopped", job=job)
+                    self._call(self._jobs.stop(job))
+        except ExecutorLost as error:
+            log.warning("Ray's jobs could not be looked through", error=error.message)
 
     def close(self) -> None:
         """Stop following; jobs go on."""
@@ -180,7 +188,7 @@ class RayAttempt:
             self._ended = Ended(Fate.VANISHED)
 
     async def _until_ended(self) -> Ended:
-        tries = 0
+        tries = absent = 0
         complete = False
         while True:
             try:
@@ -192,9 +200,17 @@ class RayAttempt:
                     return Ended(Fate.VANISHED)
                 await asyncio.sleep(2 * POLL_SECONDS)
                 continue
-            if job is None or (job.terminal and (complete or tries >= LOG_TRIES)):
+            if job is None:
+                absent += 1
+                if not self._text.empty:
+                    return Ended(Fate.VANISHED)
+                if absent >= ABSENT_POLLS:
+                    return Ended(Fate.NEVER_RAN)
+                await asyncio.sleep(POLL_SECONDS)
+                continue
+            if job.terminal and (complete or tries >= LOG_TRIES):
                 return how_it_ended(job)
-            complete = False
+            absent, complete = 0, False
             if job.status != "PENDING":
                 complete = await self._read_log()
                 tries += job.terminal
@@ -215,15 +231,11 @@ class RayAttempt:
         return True
 
 
-def how_it_ended(job: Job | None) -> Ended:
+def how_it_ended(job: Job) -> Ended:
     """What Ray knows. FAILED without an exit code means that Ray lost sight of the job: the store is to be asked."""
-    if job is None:
-        return Ended(Fate.VANISHED)
     if job.status == "SUCCEEDED":
         return Ended(Fate.EXITED, 0)
     if job.status == "FAILED" and job.exit_code is not None:
         return Ended(Fate.EXITED, job.exit_code if job.exit_code >= 0 else 128 - job.exit_code)
-    if job.error_type in _NEVER_RAN:
-        log.warning("a Ray job never ran", error=job.error_type, message=job.message)
-        return Ended(Fate.NEVER_RAN)
+    log.warning("a Ray job ended without an exit status", status=job.status, error=job.error_type, message=job.message)
     return Ended(Fate.VANISHED)

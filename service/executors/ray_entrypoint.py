@@ -45,8 +45,8 @@ def job_id(export_id: str, attempt: int) -> str:
     return f"{export_id}-{attempt}"
 
 
-def export_job(spec: ExportSpec) -> dict[str, Any]:
-    """The body of a submission."""
+def export_job(spec: ExportSpec, executor_id: str) -> dict[str, Any]:
+    """The body of a submission; `executor_id` in its metadata says whose it is."""
     text = json.dumps(spec.model_dump(mode="json", by_alias=True, exclude_unset=True), separators=(",", ":"))
     # Ray expands $NAME in the values of variables with the node's environment, credentials included.
     text = text.replace("$", "\\u0024")
@@ -59,7 +59,7 @@ def export_job(spec: ExportSpec) -> dict[str, Any]:
         "submission_id": job_id(spec.id, spec.attempt),
         "entrypoint": f"{RUN}# {spec.id} {spec.attempt}",
         "runtime_env": {"env_vars": {SPEC_VARIABLE: text, "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}},
-        "metadata": {"export": spec.id, "attempt": str(spec.attempt)},
+        "metadata": {"export": spec.id, "attempt": str(spec.attempt), "executor": executor_id},
         **requirements(spec.request),
     }
 

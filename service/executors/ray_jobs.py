@@ -25,6 +25,10 @@ TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 _INSECURE_HINT = "Start Ray with RAY_AUTH_MODE=token, or set WEIGHTLESS_RAY_INSECURE where nobody else reaches it."
 
 
+class Unreachable(ExecutorLost):
+    """Ray did not answer: what was asked may have been done or not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A job's state. `exit_code` is the entry point's own, None where Ray did not see it end."""
@@ -124,6 +128,19 @@ class RayJobs:
             message=str(found.get("message") or "")[:500],
         )
 
+    async def unfinished(self) -> dict[str, dict[str, str]]:
+        """The metadata of each submitted job that is not over, by its id."""
+        status, body = await self._ask("GET", "/api/jobs/")
+        try:
+            rows = json.loads(body)
+            return {
+                str(row["submission_id"]): dict(row.get("metadata") or {})
+                for row in rows
+                if row.get("submission_id") and row["status"] not in TERMINAL
+            }
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ExecutorLost(f"Ray's list of jobs has an unknown form (HTTP {status})") from error
+
     async def stop(self, job_id: str) -> None:
         """SIGTERM to the job's processes, and SIGKILL after the wait that its environment names."""
         await self._ask("POST", f"/api/jobs/{job_id}/stop")
@@ -185,7 +202,7 @@ class RayJobs:
                     if len(data) > MAX_ANSWER:
                         raise ExecutorLost("an answer of Ray is larger than 16 MiB")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ExecutorLost(
+            raise Unreachable(
                 f"Ray cannot be reached: {type(error).__name__}", hint="Check WEIGHTLESS_RAY_ADDRESS and the cluster."
             ) from error
         if token == "" and answer.status in (401, 403):

@@ -33,6 +33,11 @@ class FramedLog:
         self._pending = ""
         self._seq = 0
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was ever kept: a job that ran has at least Ray's own first line."""
+        return self._kept == 0
+
     def restart(self) -> None:
         """The log comes from its start again."""
         self._pending = ""
