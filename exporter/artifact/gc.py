@@ -4,6 +4,7 @@ Weights are shared, so they go in two steps. The first run that finds a weight f
 so that no new export finds it, and leaves a mark with the time. A run that comes `wait` seconds later (the longest
 deadline plus grace) reads leases and manifests again, and only then deletes. An export that reuses weights writes its
 lease first and looks at the file again just before its commit, so between the two runs it either shows or moves away.
+Weights of a dead attempt that never came into the index, and were never leased, are nobody else's and go at once.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Sweep:
         self._deployment = deployment
         self._dry_run = dry_run
         self._gone: set[str] = set()
+        self._index: dict[Owner, list[StoredObject]] | None = None
         self._swept = Swept()
 
     def run(self) -> Swept:
@@ -208,8 +210,10 @@ class Sweep:
             if self._live(folder, used):
                 if folder.mark is not None:
                     self._delete(folder.mark)
-            elif folder.mark is None:
+            elif folder.mark is None and self._can_be_found(folder):
                 self._mark(folder)
+            elif folder.mark is None:
+                doomed.append(folder)
             elif self._now - self._marked_at(folder.mark) < self._wait:
                 self._swept.waiting.append(folder.owner.weights)
             else:
@@ -227,24 +231,37 @@ class Sweep:
             for export, taken in folder.leases()
         )
 
+    def _can_be_found(self, folder: _Folder) -> bool:
+        """Whether another export may have the file in mind: it is in the index, or has been leased."""
+        return any(folder.leases()) or bool(self._entries_of(folder))
+
     def _mark(self, folder: _Folder) -> None:
         self._swept.marked.append(folder.owner.weights)
-        for item in list(self._store.list(INDEX)):
-            if self._names(item, folder.owner.weights):
-                self._delete(item)
+        for item in self._entries_of(folder):
+            self._delete(item)
         if not self._dry_run:
             body = json.dumps({"markedAt": int(self._now)}).encode()
             self._store.put(folder.owner.weights + MARK, body, media_type="application/json")
 
-    def _names(self, item: StoredObject, prefix: str) -> bool:
-        """Whether an index entry names a file below `prefix`."""
+    def _entries_of(self, folder: _Folder) -> list[StoredObject]:
+        """The index entries that name a file of the folder; the index is read once."""
+        if self._index is None:
+            self._index = {}
+            for item in self._store.list(INDEX):
+                for owner in self._named(item):
+                    self._index.setdefault(owner, []).append(item)
+        return self._index.get(folder.owner, [])
+
+    def _named(self, item: StoredObject) -> set[Owner]:
+        """Whose files an index entry names."""
         if item.size > MAX_INDEX_ENTRY:
-            return False
+            return set()
         try:
             entry = json.loads(self._store.read(item.key, 0, item.size))
         except (ValueError, NotFound):
-            return False
-        return any((self._store.key_of(text) or text).startswith(prefix) for text in _strings(entry))
+            return set()
+        owners = (owner_of(self._store.key_of(text) or text) for text in _strings(entry))
+        return {owner for owner in owners if owner is not None}
 
     def _marked_at(self, mark: StoredObject) -> float:
         try:

@@ -51,6 +51,13 @@ class Store:
             self.put(f"weights/by-layout/aa/{name}.json", entry, age=age)
         self.put(f"exports/{name}/manifest.json", json.dumps(raw).encode(), age=age)
 
+    def weights(self, name: str, *, age: float = 100 * DAY, indexed: bool = True) -> None:
+        """Weights without an export."""
+        self.put(f"weights/{name}/model.ptd", age=age)
+        if indexed:
+            entry = json.dumps({"file": {"key": f"weights/{name}/model.ptd"}}).encode()
+            self.put(f"weights/by-layout/bb/{name}.json", entry, age=age)
+
     def held(self) -> set[str]:
         return {item.key for item in self.real.list("")}
 
@@ -131,20 +138,29 @@ def test_a_commit_between_mark_and_deletion_saves_the_weights(store: Store) -> N
     ("active", "age", "kept"), [({IDS[1]}, 100 * DAY, True), (set(), 3600, True), (set(), 30 * DAY, False)]
 )
 def test_a_lease_keeps_weights_while_it_means_something(store: Store, active: set[str], age: float, kept: bool) -> None:
-    store.put(f"weights/{IDS[0]}-1/model.ptd")
+    store.weights(f"{IDS[0]}-1", indexed=False)
     store.put(f"weights/{IDS[0]}-1/leases/{IDS[1]}", age=age)
     assert (store.sweep(active=active, grace=60.0).marked == []) == kept
 
 
 def test_the_weights_of_a_running_export_stay(store: Store) -> None:
-    store.put(f"weights/{IDS[0]}-2/model.ptd")
+    store.weights(f"{IDS[0]}-2")
     assert store.sweep(active={IDS[0]}).marked == []
     assert store.sweep().marked == [f"weights/{IDS[0]}-2/"]
 
 
 def test_new_weights_are_left_alone(store: Store) -> None:
-    store.put(f"weights/{IDS[0]}-1/model.ptd", age=60)
-    assert store.sweep().marked == []
+    store.weights(f"{IDS[0]}-1", age=60)
+    store.weights(f"{IDS[1]}-1", age=60, indexed=False)
+    assert (store.sweep().marked, store.sweep().deleted) == ([], [])
+
+
+def test_weights_of_a_dead_attempt_that_nobody_can_find_go_at_once(store: Store) -> None:
+    store.weights(f"{IDS[0]}-1", indexed=False)
+    store.weights(f"{IDS[0]}-2", indexed=False)
+    store.weights(f"{IDS[1]}-1", indexed=False)
+    assert store.sweep(active={IDS[1]}).deleted == [f"weights/{IDS[0]}-1/model.ptd", f"weights/{IDS[0]}-2/model.ptd"]
+    assert store.held() == {f"weights/{IDS[1]}-1/model.ptd"}
 
 
 def test_files_of_attempts_that_did_not_win_go(store: Store) -> None:
@@ -167,7 +183,7 @@ def test_an_unreadable_manifest_stops_the_deletion_of_weights(store: Store) -> N
 
 def test_what_this_database_does_not_know_is_left_for_a_week(store: Store) -> None:
     store.export(IDS[0], age=6 * DAY)
-    store.put(f"weights/{IDS[1]}-1/model.ptd", age=6 * DAY)
+    store.weights(f"{IDS[1]}-1", age=6 * DAY)
     store.put(f"exports/{IDS[2]}/1/model.pte", age=6 * DAY)
     found = store.sweep(known=set(), cutoff=NOW - DAY)
     assert (found.expired, found.marked, found.deleted) == ([], [], [])
