@@ -211,8 +211,8 @@ def is_folder(path: str) -> bool:
 def regular_files(root: str, roots: Sequence[str]) -> dict[str, tuple[str, int]]:
     """Regular files under the real folder `root`, by relative POSIX name: real path and size.
 
-    Links to folders are not followed, links to files only inside `roots`: `SourceAccessDenied` names one that leads out.
-    Devices, sockets and FIFOs are left out.
+    Links to folders are not followed, links to files only inside `roots`: `SourceAccessDenied` names one that leads
+    out. Devices, sockets and FIFOs are left out.
     """
     found: dict[str, tuple[str, int]] = {}
     pure_roots = [PurePosixPath(place) for place in roots]
