@@ -37,9 +37,18 @@ class Interruption:
     call from another thread and more than once.
     """
 
-    def __init__(self, clean_up: Callable[[], None], report: Callable[[WeightlessError], None]) -> None:
+    def __init__(
+        self,
+        clean_up: Callable[[], None],
+        report: Callable[[WeightlessError], None],
+        *,
+        grace: float = GRACE,
+        last_resort: float = LAST_RESORT,
+    ) -> None:
         self._clean_up = clean_up
         self._report = report
+        self._grace = grace
+        self._last_resort = last_resort
         self._error: WeightlessError | None = None
         self._asked = threading.Event()
         self._ended = threading.Event()
@@ -104,11 +113,11 @@ class Interruption:
 
     def _watch(self) -> None:
         self._asked.wait()
-        if self._ended.wait(GRACE) or self._error is None:
+        if self._ended.wait(self._grace) or self._error is None:
             return
         cleaner = threading.Thread(target=self._clean_quietly, daemon=True)
         cleaner.start()
-        cleaner.join(LAST_RESORT)
+        cleaner.join(self._last_resort)
         if not self._ended.is_set():
             self._report(self._error)
             os._exit(CANCELLED_STATUS if isinstance(self._error, Cancelled) else 1)
