@@ -100,7 +100,7 @@ def test_action_exports_and_pulls_a_real_model(real: LiveService, job: Job) -> N
     assert (folder / "model.ptd").stat().st_size > 0
     assert "verifying" in result.summary
     assert "passed" in result.summary
-    assert result.groups == ["Pull to out"]
+    assert result.groups == [f"Log of {result.outputs['export-id']}", "Pull to out"]
 
 
 @pytest.mark.parametrize(

@@ -172,8 +172,7 @@ class Step:
         state = str(export["state"])
         self._runner.output("state", state)
         manifest = self._artifact(client, export) if state == "succeeded" else None
-        if state == "failed":
-            self._print_log(client, export_id)
+        self._print_log(client, export_id)
         changes, compared = self._compare(client, inputs, export, manifest)
         timeline = timeline_of(self._progress.events)
         self._runner.summary(summary_of(Outcome(export, manifest, timeline, changes, compared)))
