@@ -44,6 +44,8 @@ class Database:
         if self.sqlite and self.url.database:
             Path(self.url.database).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.engine = _sqlite_engine(self, pool_size) if self.sqlite else _postgres_engine(self, pool_size)
+        # Our SQLite connections commit each statement by themselves unless a transaction was begun.
+        self._reader = self.engine if self.sqlite else self.engine.execution_options(isolation_level="AUTOCOMMIT")
         # One writer at a time in this process: threads queue here in order instead of polling SQLite's lock.
         self._turn = threading.Lock()
         self._turn_file = Path(f"{self.url.database}.turn")
@@ -51,8 +53,8 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A connection whose statements commit one by one; for single reads."""
-        with _wrapped(), self.engine.connect() as connection:
-            yield connection.execution_options(isolation_level="AUTOCOMMIT")
+        with _wrapped(), self._reader.connect() as connection:
+            yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

@@ -9,21 +9,51 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, text
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Integer,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    text,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from exporter.contract.errors import Forbidden, IdempotencyConflict, IllegalState, NotFound, QueueFull
 from service.counters import Totals, read_totals
 from service.database import Clock, Database
 from service.jobs import ACTIVE, Attempt, EventRow, Export, State
-from service.rows import EXPORT_COLUMNS, attempt_of, event_of, export_of, locked, moved, save, values_of
+from service.rows import EXPORT_COLUMNS, attempt_of, event_of, export_of, loaded, locked, moved, new_export, save
 from service.tables import attempts, events, exports, idempotency, labels
 
 IDEMPOTENCY_SECONDS = 24 * 3600
 """How long an Idempotency-Key is remembered."""
 MAX_POSITION = 1000
 """Positions in the queue are counted up to here; behind it an export has none."""
+
+
+def _ahead() -> Select[Any]:
+    """How many queued exports come before one: those of higher priority, and older ones of the same."""
+    queued, priority = exports.c.state == State.QUEUED.value, bindparam("priority", type_=Integer)
+    windows = (
+        select(exports.c.id).where(queued, exports.c.priority > priority),
+        select(exports.c.id).where(queued, exports.c.priority == priority, exports.c.id < bindparam("id")),
+    )
+    higher, older = (
+        select(func.count()).select_from(window.limit(MAX_POSITION).subquery()).scalar_subquery() for window in windows
+    )
+    return select(higher + older)
+
+
+_AHEAD = _ahead()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +107,7 @@ class JobStore:
                 self._check_unfinished(connection, export.owner, unfinished_limit)
             if queue_limit is not None:
                 self._check_queue(connection, export.owner, queue_limit)
-            row = values_of(export)
-            connection.execute(insert(exports).values(**row))
-            stored = moved(connection, export, export, now)
-            save(connection, export, stored)
+            stored = new_export(connection, export, now)
             given = export.request.get("labels") or {}
             if given:
                 rows = [{"key": name, "value": value, "export_id": export.id} for name, value in given.items()]
@@ -90,10 +117,10 @@ class JobStore:
     def get(self, export_id: str) -> Export:
         """The export; `NotFound` where there is none."""
         with self._db.read() as connection:
-            row = connection.execute(select(*EXPORT_COLUMNS).where(exports.c.id == export_id)).mappings().first()
-        if row is None:
+            export = loaded(connection, export_id)
+        if export is None:
             raise NotFound(f"there is no export {export_id}")
-        return export_of(row)
+        return export
 
     def list(self, where: ListFilter, *, limit: int, before: str | None = None) -> Sequence[Export]:
         """At most `limit` exports, newest first, older than the export id `before`."""
@@ -143,18 +170,9 @@ class JobStore:
         """How many queued exports are ahead, plus one; None past `MAX_POSITION` or where it is not queued."""
         if export.state is not State.QUEUED:
             return None
-        queued = exports.c.state == State.QUEUED.value
-        ahead = 1
         with self._db.read() as connection:
-            for condition in (
-                and_(queued, exports.c.priority > export.priority),
-                and_(queued, exports.c.priority == export.priority, exports.c.id < export.id),
-            ):
-                window = select(exports.c.id).where(condition).limit(MAX_POSITION).subquery()
-                ahead += connection.execute(select(func.count()).select_from(window)).scalar_one()
-                if ahead > MAX_POSITION:
-                    return None
-        return ahead
+            ahead: int = connection.execute(_AHEAD, {"priority": export.priority, "id": export.id}).scalar_one()
+        return ahead + 1 if ahead < MAX_POSITION else None
 
     def previous(self, owner: str | None, recipe: str, source: str) -> Export | None:
         """The newest export of the same recipe and source that succeeded, among the last hundred of that recipe."""

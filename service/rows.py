@@ -8,13 +8,17 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, insert, select, update
+from sqlalchemy import Connection, RowMapping, bindparam, insert, select, update
 
 from service.jobs import Attempt, EventRow, Export, State, requirement
 from service.tables import attempts, events, exports
 
 _EXPORT_FIELDS = tuple(Export.__dataclass_fields__)
 EXPORT_COLUMNS = tuple(exports.c[name] for name in _EXPORT_FIELDS)
+# Statements that every request runs are made once: building one costs more than running it.
+_INSERT_EXPORT, _INSERT_EVENTS, _INSERT_ATTEMPT = insert(exports), insert(events), insert(attempts)
+_BY_ID = select(*EXPORT_COLUMNS).where(exports.c.id == bindparam("export_id"))
+_LOCK_BY_ID = _BY_ID.with_for_update()
 
 
 def rfc3339(seconds: float) -> str:
@@ -61,9 +65,22 @@ def event_of(row: RowMapping) -> EventRow:
 
 def locked(connection: Connection, export_id: str) -> Export | None:
     """The export, with its row locked until the transaction ends."""
-    query = select(*EXPORT_COLUMNS).where(exports.c.id == export_id).with_for_update()
-    row = connection.execute(query).mappings().first()
+    row = connection.execute(_LOCK_BY_ID, {"export_id": export_id}).mappings().first()
     return None if row is None else export_of(row)
+
+
+def loaded(connection: Connection, export_id: str) -> Export | None:
+    """The export."""
+    row = connection.execute(_BY_ID, {"export_id": export_id}).mappings().first()
+    return None if row is None else export_of(row)
+
+
+def new_export(connection: Connection, export: Export, now: float) -> Export:
+    """Insert an export and its first event; returns the record as stored."""
+    stored = export.evolve(last_event=export.last_event + 1)
+    connection.execute(_INSERT_EXPORT, values_of(stored))
+    moved(connection, export, export, now)
+    return stored
 
 
 def save(connection: Connection, before: Export, after: Export) -> None:
@@ -98,7 +115,7 @@ def append(connection: Connection, export: Export, rows: Sequence[tuple[int | No
             }
         )
     if stored:
-        connection.execute(insert(events), stored)
+        connection.execute(_INSERT_EVENTS, stored)
     return export.evolve(last_event=number)
 
 
@@ -118,4 +135,4 @@ def moved(connection: Connection, before: Export, after: Export, now: float, rea
 
 def new_attempt(connection: Connection, attempt: Attempt) -> None:
     """Insert an attempt."""
-    connection.execute(insert(attempts).values(**asdict(attempt)))
+    connection.execute(_INSERT_ATTEMPT, asdict(attempt))

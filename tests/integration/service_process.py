@@ -100,6 +100,17 @@ class ServiceProcess:
                     found.append(process)
         return found
 
+    def pin(self, cores: set[int]) -> None:
+        """Keep the service to some cores."""
+        assert self._process is not None
+        for thread in psutil.Process(self._process.pid).threads():
+            os.sched_setaffinity(thread.id, cores)
+
+    def memory(self) -> int:
+        """Resident bytes of the service's own process."""
+        assert self._process is not None
+        return int(psutil.Process(self._process.pid).memory_info().rss)
+
     def log(self) -> str:
         """What the service wrote."""
         return (self.folder / "service.log").read_text(errors="replace")
