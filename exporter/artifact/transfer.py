@@ -215,25 +215,35 @@ class CheckedPass:
     def _advance(
         self, number: int, region: Region, buffer: bytearray, view: memoryview, start: int, stop: int, at: int
     ) -> None:
-        with self._turn:
-            state = self._states.setdefault(number, _State(region.offset))
-        self._await(lambda: state.position == at)
+        """Take the piece of a region that lies in a block: `start` to `stop` in the buffer, `at` in the file."""
+        whole = stop - start == region.size
+        if whole:
+            state = _State(at)
+        else:
+            with self._turn:
+                state = self._states.setdefault(number, _State(region.offset))
+            self._await(lambda: state.position == at)
         if region.digest is None:
             state.zero = state.zero and all_zero(buffer, start, stop)
         else:
             state.hasher.update(view[start:stop])
         done = at + (stop - start) == region.end
         good = not done or (state.zero if region.digest is None else _digest(state) == region.digest)
-        with self._turn:
-            state.position += stop - start
-            if done:
-                del self._states[number]
-                if not good:
-                    self._bad.append(region)
-                    self._stopped = self._stopped or self._stop_early
-            self._turn.notify_all()
+        if not whole or not good:
+            self._settle(number, region, state, stop - start, done, good)
         if self._stop_early and not good:
             raise _Stopped
+
+    def _settle(self, number: int, region: Region, state: _State, size: int, done: bool, good: bool) -> None:
+        """Let whoever waits for the next piece go on, and note a region that turned out bad."""
+        with self._turn:
+            state.position += size
+            if done:
+                self._states.pop(number, None)
+            if not good:
+                self._bad.append(region)
+                self._stopped = self._stopped or self._stop_early
+            self._turn.notify_all()
 
     def _await(self, ready: Callable[[], bool]) -> None:
         with self._turn:

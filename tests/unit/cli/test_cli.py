@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,3 +354,10 @@ def test_markup_in_names_is_text(capfd: pytest.CaptureFixture[str]) -> None:
 )
 def test_sizes(size: int, text: str) -> None:
     assert size_text(size) == text
+
+
+def test_the_client_starts_without_the_service_and_without_torch() -> None:
+    heavy = "{'torch', 'sqlalchemy', 'fastapi', 'boto3', 'botocore', 'alembic', 'uvicorn', 'executorch'}"
+    code = f"import sys, service.cli; print(*({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
