@@ -26,8 +26,8 @@ from exporter.contract.errors import (
 from exporter.contract.objects import Capabilities, Part, StoredObject, Upload
 from exporter.contract.spec import StoreSpec
 from exporter.store import crc
-from exporter.store.keys import check_key, pack_metadata, relative_key, split_s3_uri
 from exporter.store.etag import is_md5, multipart_etag
+from exporter.store.keys import check_key, pack_metadata, relative_key, split_s3_uri
 from exporter.store.s3_body import as_body
 from exporter.store.s3_client import RetryPolicy, S3Client
 from exporter.store.s3_errors import code_of, is_upload_gone
@@ -202,9 +202,10 @@ class S3Store:
             except bc.ClientError as error:
                 if is_upload_gone(error) and (ours := self._ours(upload, known, parts, crc64nvme)):
                     return ours
-                if code_of(error) != "InvalidPart":
+                if code_of(error) != "InvalidPart" or not extra:
                     raise
-                # A reply to a part may have come with a damaged ETag: the store knows what it holds.
+                # A reply to a part may have come with a damaged ETag. The store knows what it holds, and checks the CRC
+                # of the whole.
                 ask(client, self._relisted(upload, parts))
             found = self._head(upload.key)
             if found is None or found.size != sum(part.size for part in parts):

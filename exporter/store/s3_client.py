@@ -82,13 +82,17 @@ class S3Client:
         try:
             session = boto3.Session()
             region = self._spec.region or session.region_name or ("us-east-1" if self._spec.endpoint else None)
-            return session.client(
+            client = session.client(
                 "s3",
                 endpoint_url=self._spec.endpoint,
                 region_name=region,
                 verify=self._spec.ca_bundle,
                 config=_config(self._spec, self._read_timeout),
             )
+            # Stream bodies get "Expect: 100-continue", which costs a round trip for each part; some gateways never
+            # answer it.
+            client.meta.events.register_last("before-call.s3", _drop_expect)
+            return client
         except (bc.BotoCoreError, ValueError, OSError) as error:
             raise translate(error, "the set-up", self._spec.uri) from None
 
@@ -139,6 +143,10 @@ class S3Client:
         """Make a new session for the next call, so that the chain is asked for fresh credentials."""
         with self._lock:
             self._client = None
+
+
+def _drop_expect(params: dict[str, Any], **_: Any) -> None:
+    params["headers"].pop("Expect", None)
 
 
 def _method(client: Any, operation: str) -> Callable[..., Any]:

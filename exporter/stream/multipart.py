@@ -264,12 +264,8 @@ class WeightStream:
             self._flush()
 
     def _flush(self) -> None:
-        """Hand the part being filled to an upload thread; the last one is cut to its length."""
-        body = self._filling()
-        length = self._end - self._fill_start()
-        if length < len(body):
-            del body[length:]
-        self._opened().submit(self._fill_number, body)
+        """Hand the part being filled to an upload thread."""
+        self._opened().submit(self._fill_number, self._filling(), self._end - self._fill_start())
         self._fill = None
         self._fill_number += 1
 
@@ -285,12 +281,12 @@ class WeightStream:
     def _put(self, header: bytes) -> str:
         """The whole file as one object; its CRC."""
         sender = self._opened()
-        body = self._filling()
-        del body[self._end :]
-        body[0:0] = header
-        stored, whole = sender.put(body)
-        self._fill = None
-        self._verify(len(body), None if stored is None else stored.size)
+        body, size = sender.take(), len(header) + self._end
+        body[: len(header)] = header
+        if self._fill is not None:
+            body[len(header) : size] = memoryview(self._fill)[: self._end]
+        stored, whole = sender.put(memoryview(body)[:size])
+        self._verify(size, None if stored is None else stored.size)
         return whole
 
     def _complete(self, header: bytes) -> str:
@@ -304,7 +300,7 @@ class WeightStream:
         body = sender.take()
         body[: len(header)] = header
         body[len(header) :] = bytes(len(body) - len(header))
-        sender.submit(1, body)
+        sender.submit(1, body, len(body))
         stored, whole = sender.complete(self._fill_number - 1)
         self._verify(self.part_size + self._end, stored.size)
         return whole

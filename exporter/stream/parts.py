@@ -79,21 +79,26 @@ class PartSender:
         return bytearray(self._plan.part_size)
 
     def give(self, buffer: bytearray) -> None:
-        """Hand a buffer back. One that was cut or grown is dropped."""
+        """Hand a buffer of `take` back."""
         with self._changed:
-            if len(buffer) == self._plan.part_size and not self._aborted:
-                self._free.append(buffer)
-            else:
+            if self._aborted:
                 self._buffers -= 1
+            else:
+                self._free.append(buffer)
             self._changed.notify_all()
 
-    def submit(self, number: int, body: bytearray) -> None:
-        """Upload `body`, a buffer of `take`, as part `number`; creates the upload first if there is none."""
+    def submit(self, number: int, body: bytearray, length: int) -> None:
+        """Upload the first `length` bytes of `body`, a buffer of `take`, as part `number`; it is given back then.
+
+        Creates the upload first if there is none. Buffers are never resized: a failed request may still hold a view.
+        """
         executor = self._start()
         with self._changed:
             self._in_flight += 1
         try:
-            executor.submit(self._send, number, body).add_done_callback(lambda future: self._dropped(future, body))
+            executor.submit(self._send, number, body, length).add_done_callback(
+                lambda future: self._dropped(future, body)
+            )
         except RuntimeError:  # shut down by an abort from another thread
             with self._changed:
                 self._in_flight -= 1
@@ -121,12 +126,11 @@ class PartSender:
         self._listener.completed(upload, self._target.uri(self._key), self._plan.part_size)
         return stored, whole
 
-    def put(self, body: bytearray) -> tuple[StoredObject | None, str]:
+    def put(self, body: memoryview) -> tuple[StoredObject | None, str]:
         """Send `body` as the whole object, without a multipart upload; the object and its CRC64NVME."""
         self.check()
         whole = crc.crc64nvme(body)
-        with memoryview(body) as view:
-            stored = self._target.put(self._key, view, media_type=self._media_type, metadata=self._metadata)
+        stored = self._target.put(self._key, body, media_type=self._media_type, metadata=self._metadata)
         self._done = True
         with self._telling:
             self.bytes_sent = len(body)
@@ -168,17 +172,17 @@ class PartSender:
             self._executor = ThreadPoolExecutor(self._plan.in_flight, thread_name_prefix="part")
         return self._executor
 
-    def _send(self, number: int, body: bytearray) -> None:
+    def _send(self, number: int, body: bytearray, length: int) -> None:
         """Runs in an upload thread. Never raises: the failure is kept for the thread that fills buffers."""
         upload = self.upload
         try:
             if upload is None:
                 raise InternalError("a part came before its upload")
             if self._failure is None and not self._aborted:
-                checksum = crc.crc64nvme(body)
-                with memoryview(body) as view:
-                    part = self._target.upload_part(upload, number, view, crc64nvme=checksum)
-                self._acknowledge(replace(part, number=number, size=len(body), crc64nvme=checksum))
+                view = memoryview(body)[:length]
+                checksum = crc.crc64nvme(view)
+                part = self._target.upload_part(upload, number, view, crc64nvme=checksum)
+                self._acknowledge(replace(part, number=number, size=length, crc64nvme=checksum))
         except BaseException as error:
             self._failure = self._failure or error
         finally:
