@@ -6,12 +6,14 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +43,21 @@ class Container:
         return subprocess.run(self.command(*words, env=env), capture_output=True, text=True, timeout=120)
 
 
+def working_folder(disk: Path) -> Path:
+    """Where the build stores: the driver vfs copies every layer whole, so memory if there is plenty, else disk."""
+    memory = Path("/dev/shm")
+    plenty = memory.is_dir() and min(shutil.disk_usage(memory).free, psutil.virtual_memory().available) > 6 * 2**30
+    return Path(tempfile.mkdtemp(prefix="weightless-image-", dir=memory)) if plenty else disk
+
+
 @pytest.fixture(scope="module")
 def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
-    work = tmp_path_factory.mktemp("image")
+    work = working_folder(tmp_path_factory.mktemp("image"))
     script = Path(__file__).with_name("build_service_image.sh")
     built = subprocess.run([script, ROOT, work, IMAGE], capture_output=True, text=True, timeout=570)
-    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-4000:]
+    if built.returncode != 0:
+        shutil.rmtree(work)
+        pytest.fail(built.stdout[-2000:] + built.stderr[-4000:])
     buildah = ["buildah", "--storage-driver", "vfs", "--root", str(work / "storage"), "--runroot", str(work / "run")]
     started = subprocess.run([*buildah, "from", "--pull-never", IMAGE], capture_output=True, text=True, check=True)
     yield Container(buildah, started.stdout.strip())
