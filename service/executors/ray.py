@@ -7,6 +7,9 @@ the scheduler's thread only takes what is there.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import math
+import os
 import threading
 import time
 from collections import deque
@@ -38,6 +41,8 @@ MAX_WAITING = 5000
 """Events that wait for the scheduler before reading goes on: at most 64 KiB each, mostly 200 bytes."""
 LOG_TRIES = 3
 """How often the log of a job that is over is read, where its node does not give it."""
+PENDING_SECONDS = 2.0
+"""How long after a stop a job without a place may stay so: Ray ends it as soon as it gets one."""
 ABSENT_POLLS = 3
 """How often in a row Ray must not know a job that left no trace, before it counts as never submitted."""
 
@@ -58,9 +63,15 @@ class RayExecutor:
         self._lock = take_lock(data_dir / "executor.lock")
         self.id = f"ray-{identity(data_dir / 'executor.id')}"
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="ray", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ray", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
         self._call(self._jobs.open())
-        self._check_now()
+        try:
+            self._check_now()
+        except InvalidRequest:
+            self.close()
+            raise
 
     def _check_now(self) -> None:
         """Refuse an open cluster at once; one that is out of reach is checked when it is back."""
@@ -116,9 +127,22 @@ class RayExecutor:
             log.warning("Ray's jobs could not be looked through", error=error.message)
 
     def close(self) -> None:
-        """Stop following; jobs go on."""
-        self._call(self._jobs.close())
+        """Stop following; jobs go on, and another service may have the data directory."""
+        if self._loop.is_closed():
+            return
+        atexit.unregister(self.close)
+        self._call(self._end_followers())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        os.close(self._lock)
+
+    async def _end_followers(self) -> None:
+        followers = asyncio.all_tasks() - {asyncio.current_task()}
+        for follower in followers:
+            follower.cancel()
+        await asyncio.gather(*followers, return_exceptions=True)
+        await self._jobs.close()
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float = 3 * TIMEOUT) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -139,6 +163,7 @@ class RayAttempt:
         self._loop = loop
         self._waiting: deque[AnyEvent] = deque()
         self._ended: Ended | None = None
+        self._stopped_at: float | None = None
         self._killed_at: float | None = None
         self._heard = time.monotonic()
 
@@ -158,6 +183,7 @@ class RayAttempt:
 
     def stop(self) -> None:
         """Have Ray send SIGTERM, and SIGKILL after the wait that the job's environment names."""
+        self._stopped_at = self._stopped_at or time.monotonic()
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
 
     def kill(self) -> None:
@@ -208,6 +234,8 @@ class RayAttempt:
                     return Ended(Fate.NEVER_RAN)
                 await asyncio.sleep(POLL_SECONDS)
                 continue
+            if job.status == "PENDING" and time.monotonic() - (self._stopped_at or math.inf) > PENDING_SECONDS:
+                return Ended(Fate.VANISHED)
             if job.terminal and (complete or tries >= LOG_TRIES):
                 return how_it_ended(job)
             absent, complete = 0, False
