@@ -18,6 +18,7 @@ from exporter.store.open import open_store
 from service.app import Parts, create_app
 from service.auth import Authenticator
 from service.database import Database
+from service.delivery_table import DeliveryTable
 from service.executor_table import ExecutorTable
 from service.executors.base import Executor
 from service.executors.local import COMMAND, LocalExecutor, LocalLogs
@@ -31,6 +32,7 @@ from service.policy import load_policy
 from service.scheduler import Scheduler, Timing
 from service.settings import GITHUB_ISSUER, Settings, load_settings
 from service.tokens import TokenTable
+from service.webhooks import WebhookSender
 
 log = structlog.get_logger("service")
 
@@ -87,7 +89,7 @@ def build(settings: Settings, *, command: Sequence[str] = COMMAND) -> tuple[Part
         policy=load_policy(settings.policy),
         logs=LocalLogs(settings.data_dir),
         metrics=Metrics(jobs, table),
-        background=_background(scheduler, executor, settings),
+        background=_background(scheduler, executor, settings, _sender(settings, database)),
     )
     return parts, scheduler, database
 
@@ -120,8 +122,15 @@ def _oidc(settings: Settings) -> OidcVerifier:
     return OidcVerifier(issuer, settings.oidc_audience or "", IssuerKeys(issuer))
 
 
+def _sender(settings: Settings, database: Database) -> WebhookSender | None:
+    if settings.webhook_key is None:
+        return None
+    key = settings.webhook_key.get_secret_value().encode()
+    return WebhookSender(DeliveryTable(database), key, settings.webhook_hosts)
+
+
 def _background(
-    scheduler: Scheduler, executor: Executor, settings: Settings
+    scheduler: Scheduler, executor: Executor, settings: Settings, sender: WebhookSender | None
 ) -> Callable[[], AbstractAsyncContextManager[None]]:
     """The scheduler's thread, for as long as the app lives; at the end it drains where attempts could not go on."""
 
@@ -129,9 +138,13 @@ def _background(
     async def running() -> AsyncIterator[None]:
         thread = threading.Thread(target=scheduler.run, name="scheduler", daemon=True)
         thread.start()
+        if sender is not None:
+            threading.Thread(target=sender.run, name="webhooks", daemon=True).start()
         try:
             yield
         finally:
+            if sender is not None:
+                sender.stop()
             scheduler.drain()
             if not executor.reattachable:
                 await _drained(scheduler, settings.drain_seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -10,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, bindparam, insert, select, update
 
+from service.delivery_table import enqueue
 from service.jobs import Attempt, EventRow, Export, State, requirement
 from service.tables import attempts, events, exports
 
@@ -116,6 +118,8 @@ def append(connection: Connection, export: Export, rows: Sequence[tuple[int | No
         )
     if stored:
         connection.execute(_INSERT_EVENTS, stored)
+        for row, (_, event) in zip(stored, rows, strict=True):
+            enqueue(connection, export, row["id"], event, time.time())
     return export.evolve(last_event=number)
 
 

@@ -22,6 +22,7 @@ from service.recipe_check import check_recipe, check_target, dry_run
 from service.routes.access import Allowed, ExportId, described, find, view
 from service.settings import Settings
 from service.source_rules import check_source
+from service.webhooks import check_url
 
 router = APIRouter(tags=["exports"])
 QUEUE_LIMIT = 1000
@@ -153,10 +154,11 @@ def _check(request: Request, allowed: Access, body: ExportRequest) -> list[Any]:
     check_source(body.source, settings.source_roots, hf=settings.hf_allowed)
     check_recipe(body, table.recipes())
     able = check_target(body, table.all())
-    if body.webhook is not None and settings.webhook_key is None:
-        raise InvalidRequest(
-            "webhooks are not switched on here", hint="Follow GET /exports/{id}/events.", field="webhook"
-        )
+    if body.webhook is not None:
+        if settings.webhook_key is None:
+            hint = "Follow GET /exports/{id}/events instead."
+            raise InvalidRequest("webhooks are not switched on here", hint=hint, field="webhook")
+        check_url(body.webhook.url, settings.webhook_hosts)
     return able
 
 
