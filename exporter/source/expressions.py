@@ -182,7 +182,7 @@ def _call(node: ast.Call) -> int:
     if name in _FUNCTIONS or _OPAQUE.fullmatch(name):
         sizes = [_expression(arg) for arg in args]
         return _bounded(sum(sizes) if name == "Mul" else max(sizes, default=1) + len(sizes))
-    raise Refused(f"it calls {name[:40] or type(node.func).__name__!r}")
+    raise Refused(f"it calls {name[:40]!r}" if name else "it calls something that has no plain name")
 
 
 def _symbol(node: ast.Call) -> int:
