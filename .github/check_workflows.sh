@@ -1,5 +1,5 @@
 #!/bin/bash
-# Static checks of workflows, actions and shell scripts, without network: zizmor, GitHub's JSON Schemas, shellcheck.
+# Static checks of workflows, actions and shell scripts, without network: zizmor, GitHub's JSON Schemas, shellcheck, mypy.
 # The tools come with the extra `dev`. Usage: check_workflows.sh [BIN_FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,6 +11,9 @@ mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
 "$bin/check-jsonschema" --quiet --builtin-schema vendor.github-workflows "${workflows[@]}"
 "$bin/check-jsonschema" --quiet --builtin-schema vendor.github-actions "${actions[@]}"
 "$bin/zizmor" --offline --no-progress --quiet "${workflows[@]}" "${actions[@]}"
+
+# The action's program is no part of the package, so mypy's own settings do not reach it.
+MYPYPATH=.github/actions/export "$bin/mypy" --no-error-summary .github/actions/export/run.py .github/actions/export/export_action
 
 # Scripts inside workflow and action files: shellcheck sees each as the runner runs it, expressions as words.
 folder=$(mktemp -d)

@@ -66,6 +66,7 @@ def refuse(runner: Runner, error: WeightlessError, environment: Mapping[str, str
         hint = login_hint(environment) or hint
     if isinstance(error, ServiceUnreachable):
         title, status = "The Weightless service cannot be reached", UNREACHABLE
+        hint = "Check the input service-url, and that the service runs. An export that was queued already goes on."
     elif isinstance(error, (Unauthenticated, Forbidden)):
         title, status = "The Weightless service did not accept this job", NOT_ALLOWED
     elif isinstance(error, WaitTimeout):
