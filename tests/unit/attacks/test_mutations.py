@@ -20,8 +20,9 @@ ROUNDS = 60
 """Documents for each seed; a failure names seed and round, which make the document again."""
 
 JUNK: list[Any] = [
-    None, True, 0, -1, 2**63, 2**64, 10**6, 1.5, "", "x", "s0", "cpu", "linear", "torch.ops.aten.sin.default", [], {}, [1],
-    [[[]]], {"a": 1}, {"as_int": 3}, {"as_none": True}, {"as_tensor": {"name": "x"}}, {"as_tensor": {"name": "nope"}},
+    None, True, 0, -1, 2**63, 2**64, 10**6, 1.5, "", "x", "s0", "cpu", "linear", "torch.ops.aten.sin.default", [], {},
+    [1], [[[]]], {"a": 1}, {"as_int": 3}, {"as_none": True},
+    {"as_tensor": {"name": "x"}}, {"as_tensor": {"name": "nope"}},
     {"as_expr": {"expr_str": "s0", "hint": None}},
 ]  # fmt: skip
 
