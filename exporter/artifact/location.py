@@ -160,7 +160,8 @@ def split_uri(target: str) -> tuple[str, str]:
     elif "://" in target:
         raise InvalidRequest(f"{target}: give an export id, a path, file://, s3:// or the service's URL")
     else:
-        path = Path(target)
+        # A path is the user's own word: a link that it names is followed, as any other program would.
+        path = Path(target).resolve()
     path = path.parent.resolve() / path.name
     match = _STORED.fullmatch(path.parent.as_posix().lstrip("/") + "/" + path.name)
     root = Path("/" + (match.group(1) or "")) if match else path.parent

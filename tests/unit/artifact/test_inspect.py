@@ -7,6 +7,7 @@ import contextlib
 import random
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 from exporter.artifact.flatbuffer import Budget, Table
 from exporter.artifact.inspect import inspect
-from exporter.artifact.location import StoredBlob
+from exporter.artifact.location import StoredBlob, split_uri, stored_blob
 from exporter.artifact.pte import read_pte
-from exporter.contract.errors import VerificationFailed
+from exporter.contract.errors import InvalidRequest, VerificationFailed
+from exporter.store.local import LocalStore
 
 from .conftest import EXPORT, Export, Shelf
 
@@ -125,3 +127,33 @@ def test_a_small_file_cannot_ask_for_endless_work() -> None:
     buffer = struct.pack("<I", 12) + struct.pack("<HHHH", 6, 8, 4, 0) + table + struct.pack("<I", 4) + vector
     with pytest.raises(IndexError):
         Table.root(buffer + bytes(4 * count), Budget(1000, 2**30)).tables(0)
+
+
+@pytest.mark.parametrize("name", ["m.pte", "sp ace.pte", "100%.pte", "ünï.pte", "a#b?c.pte"])
+def test_local_paths_are_taken_as_they_are_written(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(PROGRAM)
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    for target in (str(tmp_path / name), str(tmp_path / "link"), (tmp_path / name).as_uri()):
+        root, key = split_uri(target)
+        assert inspect(stored_blob(LocalStore(root), key))["kind"] == "program"
+
+
+@pytest.mark.parametrize(
+    ("target", "root", "key"),
+    [
+        ("s3://bucket/a/exports/exp_x/manifest.json", "s3://bucket", "a/exports/exp_x/manifest.json"),
+        ("s3://bucket/m.json", "s3://bucket", "m.json"),
+        ("file:///s/exports/exp_x/manifest.json", "file:///s", "exports/exp_x/manifest.json"),
+        ("file:///s/team/exports/exp_x/manifest.json", "file:///s/team", "exports/exp_x/manifest.json"),
+        ("file:///s/out/manifest.json", "file:///s/out", "manifest.json"),
+        ("/exports/exp_x/manifest.json", "file:///", "exports/exp_x/manifest.json"),
+    ],
+)
+def test_the_store_of_a_uri(target: str, root: str, key: str) -> None:
+    assert split_uri(target) == (root, key)
+
+
+@pytest.mark.parametrize("target", ["s3://bucket", "s3://bucket/", "s3:///x", "file://host/x", "ftp://x/y", "hf://a@b"])
+def test_targets_that_name_nothing(target: str) -> None:
+    with pytest.raises(InvalidRequest):
+        split_uri(target)
