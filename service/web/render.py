@@ -16,9 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from exporter.contract.errors import error_class
-from exporter.contract.events import STAGES
+from exporter.contract.events import STAGES, clean_text
 from exporter.contract.manifest import Manifest
 from service.jobs import State
 from service.web import words
@@ -233,12 +234,18 @@ def _environment() -> Environment:
         loader=PackageLoader("service.web", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters.update(size=words.size, duration=words.duration, age=words.age)
     environment.globals.update(between=words.between)
     return environment
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints: text without control characters and direction overrides, which escaping leaves alone."""
+    return clean_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _render(name: str, base: str, **values: Any) -> str:

@@ -76,7 +76,7 @@ def test_page_follows_a_real_export_from_queued_to_succeeded(real: LiveService, 
 def test_page_shows_hostile_text_as_text(scripted: LiveService, window: Window) -> None:
     export = scripted.submit(
         source=f"file://{scripted.folder}/models/{HOSTILE.replace(chr(92), '')}.pt2",
-        labels={"note": HOSTILE},
+        labels={"note": HOSTILE, "bidi": "a\u202eb\x1b[31mc\x07"},
         options={
             "text": HOSTILE,
             "log": f"{HOSTILE}\n\x1b[31m::error::no\n",
@@ -93,6 +93,8 @@ def test_page_shows_hostile_text_as_text(scripted: LiveService, window: Window) 
     assert "<img src=x" not in html
     assert "<script>" not in html
     assert "\x1b" not in html
+    assert "\u202e" not in html
+    assert "bidi=abc<" in html
     assert "49" not in re.sub(
         r"exp_\w+|[0-9a-f-]{12,}|\d\d:\d\d", "", window.page.locator(".labels").first.inner_text()
     )
