@@ -40,6 +40,12 @@ def test_only_the_service_is_published_and_only_on_loopback() -> None:
     assert COMPOSE["networks"]["back"] == {"internal": True}
 
 
+def test_ray_node_says_which_cuda_version_its_image_has() -> None:
+    image = re.search(r"^ARG CUDA_IMAGE=\S+:(\d+\.\d+)\.", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert image is not None
+    assert f'--resources={{"cuda-{image.group(1)}": 1}}' in COMPOSE["services"]["exporter"]["entrypoint"]
+
+
 def test_images_run_as_an_ordinary_user_and_write_no_configuration_of_pip() -> None:
     text = (ROOT / "Dockerfile").read_text()
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
