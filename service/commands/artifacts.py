@@ -13,17 +13,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from exporter.artifact.cache import WeightCache
 from exporter.artifact.inspect import inspect as inspect_blob
 from exporter.artifact.location import split_uri, stored_blob
+from exporter.artifact.pull import PullReport, select
 from exporter.artifact.pull import pull as pull_files
-from exporter.artifact.pull import select
 from exporter.artifact.stdout import stream_file
 from exporter.artifact.transfer import Limits
+from exporter.artifact.verify import FileCheck
 from exporter.artifact.verify import verify as verify_files
 from exporter.contract.base import parse_size
 from exporter.contract.errors import InvalidRequest
 from exporter.contract.events import clean_text
 from exporter.contract.spec import EXPORT_ID
 from service.commands.describe import print_description
-from service.commands.output import FAILED, Json, Output, size_text
+from service.commands.output import DONE, FAILED, Json, Output, size_text
 from service.commands.resolve import Resolved, open_reads, resolve
 from service.commands.session import DEFAULT_URL, Url
 
@@ -77,21 +78,26 @@ def pull(
     """
     output = Output(as_json)
     limits = _limits(parallel, block, limit_rate)
-    found = resolve(manifest, url, allow_origin or (), expected)
-    if out == "-":
-        _to_stdout(found, only or [], limits, output)
-        return
-    with _Bars(output) as bars:
-        report = pull_files(
-            found.manifest,
-            found.origin,
-            Path(out),
-            only=only or [],
-            limits=limits,
-            cache=None if cache is None else WeightCache(cache, _size(max_size, "--max-size")),
-            progress=bars.show,
-            save=found.content if save_manifest else None,
-        )
+    keep = None if cache is None else WeightCache(cache, _size(max_size, "--max-size"))
+    with resolve(manifest, url, allow_origin or (), expected) as found:
+        if out == "-":
+            _to_stdout(found, only or [], limits, output)
+            return
+        with _Bars(output) as bars:
+            report = pull_files(
+                found.manifest,
+                found.origin,
+                Path(out),
+                only=only or [],
+                limits=limits,
+                cache=keep,
+                progress=bars.show,
+                save=found.content if save_manifest else None,
+            )
+    _print_pull(output, found, report)
+
+
+def _print_pull(output: Output, found: Resolved, report: PullReport) -> None:
     for file in report.files:
         output.line(f"{file.path}  {size_text(file.size)}")
     output.say(f"{size_text(report.bytes_fetched)} fetched, {size_text(report.bytes_reused)} were here, all checked")
@@ -131,24 +137,23 @@ def verify(
       weightless verify out/
     """
     output = Output(as_json)
-    found = resolve(manifest, url, allow_origin or (), expected)
-    sizes = {entry.name: entry.size for entry in select(found.manifest)}
-    with _Bars(output) as bars:
-        done = dict.fromkeys(sizes, 0)
+    limits = _limits(parallel, block, None)
+    with resolve(manifest, url, allow_origin or (), expected) as found, _Bars(output) as bars:
+        for entry in select(found.manifest):
+            bars.expect(entry.name, entry.size)
+        checks = verify_files(found.manifest, found.origin, limits=limits, progress=bars.advance)
+    _print_checks(output, found, checks)
+    raise typer.Exit(DONE if all(check.ok for check in checks) else FAILED)
 
-        def count(name: str, size: int) -> None:
-            done[name] += size
-            bars.show(name, done[name], sizes[name])
 
-        checks = verify_files(found.manifest, found.origin, limits=_limits(parallel, block, None), progress=count)
+def _print_checks(output: Output, found: Resolved, checks: list[FileCheck]) -> None:
     for check in checks:
         output.line(f"{'ok ' if check.ok else 'BAD'}  {check.name}  {size_text(check.size)}, {check.regions} regions")
         for problem in check.problems:
             output.line(f"     {problem}", "red")
-    good = all(check.ok for check in checks)
     output.result(
         {
-            "ok": good,
+            "ok": all(check.ok for check in checks),
             "manifest": {"uri": found.uri, "digest": found.digest},
             "files": [
                 {
@@ -165,7 +170,6 @@ def verify(
             ],
         }
     )
-    raise typer.Exit(0 if good else FAILED)
 
 
 def inspect(
@@ -184,15 +188,14 @@ def inspect(
     """
     output = Output(as_json)
     if EXPORT_ID.fullmatch(file) or file.startswith(("http://", "https://")):
-        found = resolve(file, url)
-        content = found.manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
-        description: dict[str, Any] = {
-            "kind": "manifest",
-            "uri": found.uri,
-            "size": len(found.content),
-            "digest": found.digest,
-            "manifest": content,
-        }
+        with resolve(file, url) as found:
+            description: dict[str, Any] = {
+                "kind": "manifest",
+                "uri": found.uri,
+                "size": len(found.content),
+                "digest": found.digest,
+                "manifest": found.manifest.model_dump(mode="json", by_alias=True, exclude_none=True),
+            }
     else:
         path = str(Path(file) / "manifest.json") if "://" not in file and Path(file).is_dir() else file
         root, key = split_uri(path)
@@ -247,6 +250,16 @@ class _Bars:
 
     def __exit__(self, *details: Any) -> None:
         self._progress.__exit__(*details)
+
+    def expect(self, name: str, total: int) -> None:
+        """A file of `total` bytes will be shown."""
+        with self._lock:
+            self._tasks[name] = self._progress.add_task(clean_text(name), total=total)
+
+    def advance(self, name: str, size: int) -> None:
+        """Say that `size` more bytes of an expected file are done. Safe from several threads."""
+        with self._lock:
+            self._progress.advance(self._tasks[name], size)
 
     def show(self, name: str, done: int, total: int) -> None:
         """Say that `done` of `total` bytes of a file are there. Safe from several threads."""

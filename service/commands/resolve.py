@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -45,15 +46,24 @@ def open_reads(uri: str) -> StoreReads:
     return open_store(load_settings().store_spec().model_copy(update={"uri": uri}))
 
 
-def resolve(target: str, url: str, allowed: Sequence[str] = (), expected: str | None = None) -> Resolved:
-    """The manifest that `target` names. `VerificationFailed` where its digest is not `expected`."""
+@contextmanager
+def resolve(target: str, url: str, allowed: Sequence[str] = (), expected: str | None = None) -> Iterator[Resolved]:
+    """The manifest that `target` names; its files can be read inside the `with` block.
+
+    `VerificationFailed` where its digest is not `expected`.
+    """
+    with ExitStack() as stack:
+        yield _resolved(target, url, allowed, expected, stack)
+
+
+def _resolved(target: str, url: str, allowed: Sequence[str], expected: str | None, stack: ExitStack) -> Resolved:
     if EXPORT_ID.fullmatch(target):
-        found = _from_service(target, url, url)
+        found = _from_service(target, url, url, stack)
     elif target.startswith(("http://", "https://")):
         match = _API.fullmatch(urlsplit(target)._replace(query="", fragment="").geturl())
         if match is None:
             raise InvalidRequest(f"{target} is not the URL of an export", hint="It ends in /exports/ and the id.")
-        found = _from_service(match["id"], match["base"], url)
+        found = _from_service(match["id"], match["base"], url, stack)
     else:
         located = locate_manifest(target, open_reads, allowed)
         found = Resolved(located.manifest, located.content, located.uri, located.origin)
@@ -64,7 +74,7 @@ def resolve(target: str, url: str, allowed: Sequence[str] = (), expected: str | 
     return found
 
 
-def _from_service(export_id: str, base: str, configured: str) -> Resolved:
+def _from_service(export_id: str, base: str, configured: str, stack: ExitStack) -> Resolved:
     # The login belongs to the configured service; another host in a URL does not get it.
     client = open_client(base) if same_origin(base, configured) else Client(base)
     with client:
@@ -77,7 +87,8 @@ def _from_service(export_id: str, base: str, configured: str) -> Resolved:
         if uri.startswith("file://"):
             return _beside(content, uri)
         links = client.downloads(export_id)
-    origin = LinkOrigin(SignedLinks(lambda: _links(client, export_id, links)), _http())
+    http = stack.enter_context(_http())
+    origin = LinkOrigin(SignedLinks(lambda: _links(client, export_id, links)), http)
     return Resolved(parse_manifest(content), content, uri, origin)
 
 
