@@ -32,6 +32,7 @@ from exporter.ports import Check, Interruption, Meter, Store
 from exporter.reporting import Stages, UploadEvents
 from exporter.source.captured import Captured
 from exporter.source.ports import SourceTree
+from exporter.source.views import find_views
 from exporter.stream.multipart import WeightStream
 
 
@@ -77,6 +78,8 @@ def _export(spec: ExportSpec, parts: Parts) -> tuple[Manifest, bytes]:
 
     with stages.during("capturing"):
         captured = parts.capture(tree)
+        for finding in find_views(captured.programs):
+            parts.events.emit("warning", code=finding.code, message=finding.message, details=dict(finding.details))
         if parts.check is not None:
             parts.check.prepare(captured)
 
