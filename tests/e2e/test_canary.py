@@ -1,4 +1,4 @@
-"""No credential, token or presigned URL is left in anything that a run writes: each is a canary, and all is searched."""
+"""No credential, token or presigned URL is left in anything that a run writes: each is a canary, all is searched."""
 
 from __future__ import annotations
 
