@@ -88,7 +88,7 @@ def _find(namespace: str, name: str, overload: str) -> Any:
     if module is not None:
         try:
             importlib.import_module(module)
-        except ImportError as error:
+        except Exception as error:  # a library that does not load raises OSError, RuntimeError, AssertionError, ...
             raise _missing(f"{namespace}::{name}") from error
     packet: Any = getattr(getattr(torch.ops, namespace), name, None)
     known = isinstance(packet, torch._ops.OpOverloadPacket) and overload in packet.overloads()  # type: ignore[no-untyped-call]
