@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,9 +242,11 @@ def _interrupt(
 ) -> None:
     while process.poll() is None:
         text = output.read_text()
-        if text.endswith("\n") and text.count("\n") % 3 == 0 and when(read_outputs(text)):
+        whole = text == "" or (text.endswith("\n") and text.count("\n") % 3 == 0)
+        if whole and when(read_outputs(text)):
             process.send_signal(signal.Signals(number))
             return
+        time.sleep(0.02)
 
 
 def _wanted(condition: str, status: int, cancelled: bool) -> bool:

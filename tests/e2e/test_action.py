@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from markdown_it import MarkdownIt
@@ -126,6 +132,17 @@ def test_action_cancelled_run_cancels_its_export(scripted: LiveService, job: Job
     assert export["state"] == "cancelled"
     assert "cancelled" in result.summary
     assert result.errors() == []
+
+
+def test_action_cancelled_while_its_submission_is_unanswered_leaves_no_export(scripted: LiveService, job: Job) -> None:
+    before = {item["id"] for item in listed(scripted)}
+    with silent_front(scripted) as (url, arrived):
+        inputs = {**ask(scripted, options={"seconds": 120}), "service-url": url}
+        result = job.run(inputs, interrupt=signal.SIGINT, when=lambda outputs: arrived.is_set())
+    assert result.status == 130
+    (new,) = [item for item in listed(scripted) if item["id"] not in before]
+    assert result.outputs["export-id"] == new["id"]
+    assert scripted.wait_for(new["id"])["state"] == "cancelled"
 
 
 def test_action_killed_step_leaves_no_export(scripted: LiveService, job: Job) -> None:
@@ -289,6 +306,53 @@ def test_action_masks_a_token_that_is_not_accepted(guarded: LiveService, job: Jo
         [*result.log, result.summary, json.dumps(result.outputs), json.dumps(result.annotations), guarded.log()]
     )
     assert token not in everything
+
+
+def listed(service: LiveService) -> list[dict[str, Any]]:
+    """The newest exports."""
+    items: list[dict[str, Any]] = json.loads(service.get("/exports?limit=200")[2])["items"]
+    return items
+
+
+@contextmanager
+def silent_front(service: LiveService) -> Iterator[tuple[str, threading.Event]]:
+    """A server before the service that passes everything on, but keeps the first answer to itself."""
+    arrived, ended = threading.Event(), threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=30)
+            names = ("Content-Type", "Idempotency-Key", "Accept")
+            headers = {name: self.headers[name] for name in names if name in self.headers}
+            connection.request("POST", self.path, body, headers)
+            answer = connection.getresponse()
+            data = answer.read()
+            connection.close()
+            if not arrived.is_set():
+                arrived.set()
+                ended.wait(20)
+                self.close_connection = True
+                return
+            self.send_response(answer.status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *details: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", arrived
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 ALLOWED_TAGS = {"details", "summary", "code"}

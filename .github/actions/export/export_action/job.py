@@ -122,14 +122,16 @@ class Step:
         self._runner = runner
         self._environment = environment
         self._progress = Progress(runner)
+        self._export: Mapping[str, Any] | None = None
 
     def run(self) -> int:
         """Submit and, unless told otherwise, wait."""
         inputs = read_inputs(self._environment)
+        key = self._key(inputs.body)
         with _client(self._runner, inputs.service_url, self._environment) as client:
-            with signals():
-                try:
-                    export = client.submit(inputs.body, idempotency_key=self._key(inputs.body))
+            try:
+                with signals():
+                    export = self._export = client.submit(inputs.body, idempotency_key=key)
                     self._runner.output("export-id", export["id"])
                     page = str(export.get("links", {}).get("page", ""))
                     self._runner.notice("Export queued", f"{export['id']}: {page}")
@@ -138,8 +140,8 @@ class Step:
                         self._runner.summary(summary_of(Outcome(export)))
                         return DONE
                     self._follow(client, export["id"], inputs.timeout)
-                except Signalled as signalled:
-                    return self._cancelled(client, signalled.number, locals().get("export"))
+            except Signalled as signalled:
+                return self._cancelled(inputs, key, signalled.number)
             return self._report(client, inputs, export["id"])
 
     def _key(self, body: Mapping[str, Any]) -> str:
@@ -159,10 +161,12 @@ class Step:
             self._runner.output("state", str(client.export(export_id)["state"]))
             raise
 
-    def _cancelled(self, client: Client, number: int, export: Mapping[str, Any] | None) -> int:
-        if export is not None:
-            with suppress(WeightlessError):
-                export = client.cancel(export["id"])
+    def _cancelled(self, inputs: Inputs, key: str, number: int) -> int:
+        """Cancel the export, also one whose submission was not answered yet: the same key and body name it."""
+        with suppress(WeightlessError), _client(self._runner, inputs.service_url, self._environment) as client:
+            export = self._export or client.submit(inputs.body, idempotency_key=key)
+            self._runner.output("export-id", export["id"])
+            export = client.cancel(export["id"])
             self._runner.output("state", str(export["state"]))
             self._runner.notice("Export cancelled", f"{export['id']} was cancelled with its workflow")
             self._runner.summary(summary_of(Outcome({**export, "state": "cancelled"})))
