@@ -29,7 +29,8 @@ from service.logging_setup import configure_logging
 from service.metrics import Metrics
 from service.oidc import OidcVerifier
 from service.policy import load_policy
-from service.scheduler import Scheduler, Timing
+from service.running import Timing
+from service.scheduler import Scheduler
 from service.settings import GITHUB_ISSUER, Settings, load_settings
 from service.tokens import TokenTable
 from service.webhooks import WebhookSender
@@ -38,6 +39,9 @@ log = structlog.get_logger("service")
 
 STREAM_SECONDS = 2
 """How long a stop waits for open answers; event streams end by themselves before that."""
+
+EVICT_SECONDS = 12
+"""How long exporters have to end where nothing can go on without this process."""
 
 
 class Server(uvicorn.Server):
@@ -155,10 +159,13 @@ def _background(
 
 
 async def _drained(scheduler: Scheduler, seconds: int) -> None:
+    """Wait for running exports, and end those that take longer so that they give their uploads back."""
     log.info("waiting for running exports", busy=scheduler.busy, seconds=seconds)
-    for _ in range(seconds * 5):
+    for moment in range(int((seconds + EVICT_SECONDS) * 5)):
         if scheduler.busy == 0:
             return
+        if moment == seconds * 5:
+            scheduler.evict()
         await asyncio.sleep(0.2)
 
 

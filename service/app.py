@@ -27,6 +27,7 @@ from service.metrics import Metrics
 from service.policy import Policy
 from service.ports import ArtifactStore, LogSource
 from service.routes import exports, health, recipes, streams
+from service.same_site import SameSite
 from service.schemas import Problem
 from service.settings import Settings
 
@@ -85,7 +86,10 @@ def create_app(parts: Parts) -> FastAPI:
     app.state.logs = parts.logs
     app.state.metrics = parts.metrics
     app.state.feed = EventFeed(parts.jobs)
+    app.state.described = False  # whether an executor was ever seen to have described itself
     app.add_middleware(StrictJsonBodies)
+    if parts.authenticator.anonymous:
+        app.add_middleware(SameSite, settings=parts.settings)
     problems.install(app)
     for room in (exports, streams, recipes, health):
         app.include_router(room.router)

@@ -149,7 +149,10 @@ def _wrapped() -> Iterator[None]:
         if "full" in str(error.orig):
             raise DiskFull("the database's disk is full") from error
         raise InternalError(
-            f"the database did not answer: {type(error.orig).__name__}", hint="Check WEIGHTLESS_DATABASE_URL."
+            f"the database did not answer: {type(error.orig).__name__}",
+            hint="Try again; if it goes on, check WEIGHTLESS_DATABASE_URL.",
+            incident="database-unreachable",
+            httpStatus=503,
         ) from error
     except DBAPIError as error:
         raise InternalError(f"the database refused a statement: {type(error.orig).__name__}") from error

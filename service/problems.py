@@ -94,7 +94,8 @@ async def _weightless(request: Request, error: Exception) -> Response:
     assert isinstance(error, errors.WeightlessError)
     if isinstance(error, errors.InternalError) and "incident" not in error.details:
         return await _unexpected(request, error)
-    return problem(error, status=error.details.pop("httpStatus", None) if "httpStatus" in error.details else None)  # type: ignore[arg-type]
+    status = error.details.pop("httpStatus", None)
+    return problem(error, status=status if isinstance(status, int) else None)
 
 
 async def _validation(request: Request, error: Exception) -> Response:

@@ -12,7 +12,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -25,66 +24,25 @@ from exporter.contract.errors import (
     WeightlessError,
     error_from_dict,
 )
-from exporter.contract.events import AnyEvent, FailedEvent, FinishedEvent, UploadEvent
+from exporter.contract.events import FailedEvent, FinishedEvent, UploadEvent
 from exporter.contract.machine import MachineReport
 from exporter.contract.manifest import MAX_MANIFEST
 from exporter.contract.objects import Upload
 from exporter.contract.spec import ExportSpec, SourcePolicy, StoreSpec
 from service.executor_table import ExecutorTable
-from service.executors.base import Ended, Executor, Fate, RunningAttempt, classify
+from service.executors.base import Executor, Fate, RunningAttempt, classify
 from service.job_queue import Claimer, JobQueue, LeaseLost
 from service.jobs import Export
 from service.ports import ArtifactStore
 from service.recipe_check import capabilities
 from service.rows import rfc3339
+from service.running import Gone, Running, Timing
 
 log = structlog.get_logger(__name__)
 
-TICK_SECONDS = 0.2
-KILL_AFTER = 8.0
-"""Seconds between SIGTERM and SIGKILL: a cancelled export is `cancelled` within ten."""
-WALL_GRACE = 5.0
-"""Seconds past `wallTime` in which the exporter may stop itself, with better words."""
-BACKOFF_SECONDS = 2.0
-"""Wait before the first retry; doubled for each further one, up to `MAX_BACKOFF`."""
 MAX_BACKOFF = 60.0
-REPORT_SECONDS = 600.0
-"""How often an executor looks at its machine again."""
 STORE_PATIENCE = 120.0
 """How long the store is asked what became of a lost attempt before the attempt counts as failed."""
-
-
-@dataclass(slots=True)
-class Running:
-    """An attempt that this scheduler watches. Memory: its upload and its last few hundred events."""
-
-    export: Export
-    attempt: RunningAttempt
-    slot: int
-    started: float
-    terminal: FinishedEvent | FailedEvent | None = None
-    uploads: dict[str, UploadEvent] = field(default_factory=dict)
-    recent: list[AnyEvent] = field(default_factory=list)
-    stop_reason: WeightlessError | None = None
-    stopped_at: float | None = None
-    killed: bool = False
-    ended: Ended | None = None
-    ended_at: float | None = None
-    ask_store_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Knobs that tests turn; seconds."""
-
-    tick: float = TICK_SECONDS
-    kill_after: float = KILL_AFTER
-    wall_grace: float = WALL_GRACE
-    backoff: float = BACKOFF_SECONDS
-    report_every: float = REPORT_SECONDS
-    lease: float = 60.0
-    store_again: float = 5.0
-    """Between two questions to a store that did not answer."""
 
 
 class Scheduler:
@@ -116,6 +74,7 @@ class Scheduler:
         self._slots = 0
         self._stop = threading.Event()
         self._draining = threading.Event()
+        self._evicting = threading.Event()
         self._renewed = 0.0
         self._beaten = 0.0
         self._reporter = threading.Thread(target=self._keep_describing, name="executor-report", daemon=True)
@@ -163,6 +122,10 @@ class Scheduler:
         """Claim nothing more."""
         self._draining.set()
 
+    def evict(self) -> None:
+        """Tell every attempt to end: its export goes back to the queue, for the next process."""
+        self._evicting.set()
+
     def stop(self) -> None:
         """End the loop; attempts go on without us."""
         self._draining.set()
@@ -175,6 +138,9 @@ class Scheduler:
         for export_id in self._queue.cancelled(self._name):
             if export_id in self._running:
                 self._ask_to_stop(self._running[export_id], Cancelled("the export was cancelled on request"), now)
+        if self._evicting.is_set():
+            for running in self._running.values():
+                self._ask_to_stop(running, ExecutorLost("the service stopped, and its exporters with it"), now)
         for running in list(self._running.values()):
             try:
                 self._look_after(running, now)
@@ -363,7 +329,7 @@ class Scheduler:
         """Exports whose scheduler died elsewhere: their outcome is what the store says."""
         for export in self._queue.take_expired(self.claimer, self._timing.lease):
             if export.id not in self._running:
-                self._watch(export, _Gone(), -1)
+                self._watch(export, Gone(), -1)
                 uploads = self._queue.open_uploads(export)
                 self._running[export.id].uploads = {line.upload_id: line for line in uploads}
 
@@ -382,27 +348,6 @@ class Scheduler:
             except Exception:
                 log.exception("the executor cannot describe itself")
             self._stop.wait(self._timing.report_every if self._report is not None else 10.0)
-
-
-class _Gone:
-    """An attempt of an executor that is out of reach."""
-
-    def lines(self) -> list[AnyEvent]:
-        """Nothing more."""
-        return []
-
-    def ended(self) -> Ended:
-        """Nobody knows."""
-        return Ended(Fate.VANISHED)
-
-    def stop(self) -> None:
-        """Nothing to reach."""
-
-    def kill(self) -> None:
-        """Nothing to reach."""
-
-    def clean(self) -> None:
-        """Nothing to reach."""
 
 
 def _slot_index(export: Export) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import math
 import os
 import threading
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from exporter.contract.errors import ExecutorLost, InvalidRequest, WeightlessError
-from exporter.contract.events import AnyEvent
+from exporter.contract.events import AnyEvent, FailedEvent, FinishedEvent
 from exporter.contract.machine import MachineReport
 from exporter.contract.spec import ExportSpec
 from service.executors.base import Ended, Fate
@@ -35,6 +36,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
+SETTLE_SECONDS = 0.3
+"""Wait for Ray to note the end of a job whose log is complete."""
 UNREACHABLE_SECONDS = 900.0
 """How long Ray may be out of reach before its attempts count as lost: a head node that restarts finds its jobs."""
 MAX_WAITING = 5000
@@ -165,6 +168,7 @@ class RayAttempt:
         self._ended: Ended | None = None
         self._stopped_at: float | None = None
         self._killed_at: float | None = None
+        self._last_word = False
         self._heard = time.monotonic()
 
     def follow(self) -> None:
@@ -238,21 +242,27 @@ class RayAttempt:
                 return Ended(Fate.VANISHED)
             if job.terminal and (complete or tries >= LOG_TRIES):
                 return how_it_ended(job)
-            absent, complete = 0, False
-            if job.status != "PENDING":
-                complete = await self._read_log()
-                tries += job.terminal
-            if not complete:
-                await asyncio.sleep(POLL_SECONDS)
+            absent = 0
+            tries += job.terminal
+            complete = self._last_word or (job.status != "PENDING" and await self._read_log())
+            await asyncio.sleep(SETTLE_SECONDS if complete else POLL_SECONDS)
 
     async def _read_log(self) -> bool:
-        """Read the log until Ray says that it is complete; False where the connection broke before."""
+        """Read the log until its terminal event, or until Ray says that it is complete; False where it broke off.
+
+        Ray itself takes some seconds to say so.
+        """
         self._text.restart()
         try:
-            async for piece in self._jobs.tail(self._id):
-                self._waiting.extend(self._text.feed(piece))
-                while len(self._waiting) > MAX_WAITING:
-                    await asyncio.sleep(0.2)
+            async with contextlib.aclosing(self._jobs.tail(self._id)) as pieces:
+                async for piece in pieces:
+                    events = self._text.feed(piece)
+                    self._waiting.extend(events)
+                    self._last_word |= any(isinstance(event, (FinishedEvent, FailedEvent)) for event in events)
+                    if self._last_word:
+                        return True
+                    while len(self._waiting) > MAX_WAITING:
+                        await asyncio.sleep(0.2)
         except WeightlessError as error:
             log.info("a Ray job's log broke off", job=self._id, error=error.message)
             return False

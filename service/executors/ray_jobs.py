@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ class RayJobs:
         except (KeyError, TypeError) as error:
             raise ExecutorLost("Ray's list of nodes has an unknown form") from error
 
-    async def tail(self, job_id: str) -> AsyncIterator[str]:
+    async def tail(self, job_id: str) -> AsyncGenerator[str, None]:
         """The log from its start, as it grows, until the job is over; pieces may end within a line.
 
         `ExecutorLost` where the connection breaks or nothing comes for `SILENCE` seconds.

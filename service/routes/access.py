@@ -37,9 +37,12 @@ ExportId = Annotated[str, Path(description="`exp_` and a ULID", max_length=64)]
 
 async def described(request: Request) -> None:
     """Wait for the first description of an executor, where there never was one."""
+    if request.app.state.described:
+        return
     table: ExecutorTable = request.app.state.executors
     for _ in range(int(FIRST_REPORT_SECONDS / 0.1)):
         if request.app.state.feed.stopping or await run_in_threadpool(table.described):
+            request.app.state.described = not request.app.state.feed.stopping
             return
         await asyncio.sleep(0.1)
 

@@ -310,6 +310,16 @@ def test_unknown_exports_are_not_found(service: ServiceProcess, path: str, tail:
     refused(service.client.get(f"/exports/{path}{tail}"), 404, "not-found")
 
 
+def test_other_sites_cannot_use_a_browser_on_this_machine(service: ServiceProcess) -> None:
+    export = service.submit(seconds=30.0)
+    refused(service.client.get("/exports", headers={"Host": "evil.example"}), 421, "invalid-request")
+    cross = service.client.post(f"/exports/{export}/cancel", headers={"Origin": "https://evil.example"})
+    refused(cross, 421, "invalid-request")
+    assert service.get(export)["state"] not in ("cancelled",)
+    assert service.client.get("/healthz", headers={"Host": "localhost:1"}).status_code == 200
+    assert service.client.post(f"/exports/{export}/cancel", headers={"Origin": service.url}).status_code == 202
+
+
 def test_a_page_is_given_to_browsers_alone(service: ServiceProcess) -> None:
     export = service.submit()
     answer = service.client.get(f"/exports/{export}", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})

@@ -27,7 +27,8 @@ from service.job_queue import Claimer, JobQueue
 from service.job_store import JobStore
 from service.jobs import Export, State
 from service.ports import ArtifactStore
-from service.scheduler import Scheduler, Timing
+from service.running import Timing
+from service.scheduler import Scheduler
 from service.settings import Settings
 from tests.unit.service.conftest import MakeExport
 
@@ -334,6 +335,18 @@ def test_a_drained_scheduler_claims_nothing(place: Place, make: Make) -> None:
         for _ in range(10):
             scheduler.tick()
         assert place.state(export) is State.QUEUED
+
+
+def test_evicted_exports_go_back_to_the_queue(place: Place, make: Make) -> None:
+    export = place.submit(make("fine", seconds=600.0))
+    with place.scheduler() as scheduler:
+        place.until(scheduler, lambda: place.state(export) is State.RUNNING)
+        scheduler.drain()
+        scheduler.evict()
+        place.until(scheduler, lambda: scheduler.busy == 0)
+    done = place.jobs.get(export.id)
+    assert (done.state, done.lost) == (State.QUEUED, 1)
+    assert processes_in(place.folder(export)) == []
 
 
 def test_a_process_whose_export_went_to_another_scheduler_is_ended(place: Place, make: Make) -> None:
