@@ -108,7 +108,7 @@ def file_roots(policy: SourcePolicy) -> tuple[str, ...]:
     for root in policy.roots:
         if root.startswith("file:"):
             root = _file_uri_path(root)
-        elif _SCHEME.match(root):
+        elif not root or _SCHEME.match(root):
             continue
         roots.append(os.path.realpath(root))
     return tuple(roots)

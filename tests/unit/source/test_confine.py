@@ -207,6 +207,12 @@ def test_a_hub_uri_is_a_repository_and_a_revision(uri: str) -> None:
         check_source(uri, SourcePolicy(hf=True))
 
 
+def test_an_empty_root_is_no_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    with pytest.raises(SourceAccessDenied):
+        check_source("bert", SourcePolicy(roots=("",)))
+
+
 def test_without_roots_no_file_and_no_object_is_allowed(root: Path) -> None:
     for uri in (str(root), "s3://models/team-a"):
         with pytest.raises(SourceAccessDenied):

@@ -53,6 +53,16 @@ def test_every_dtype_is_read_as_the_library_wrote_it(tmp_path: Path) -> None:
     assert b"".join(bytes(chunk) for chunk in again.chunks("x")) == bytes(TENSORS["a"].numpy().data)
 
 
+def test_a_header_of_odd_length_leaves_tensors_that_still_compute(tmp_path: Path) -> None:
+    value = torch.randn(64, 64)
+    text = json.dumps({"a": entry("F32", [64, 64], 0, value.nbytes)}).encode()
+    text += b" " * (1 - len(text) % 2)
+    data = len(text).to_bytes(8, "little") + text + bytes(value.numpy().data)
+    mapped = SafetensorsWeights(tree_of(tmp_path, model__safetensors=data)).tensor("a")
+    assert mapped.data_ptr() % 2 == 1
+    assert torch.allclose(mapped @ mapped + mapped.sin(), value @ value + value.sin(), atol=1e-5)
+
+
 def test_a_remote_file_gives_untouched_storage_and_the_same_bytes() -> None:
     objects = Objects({"m/model.safetensors": safetensors.torch.save(TENSORS)})
     weights = SafetensorsWeights(ObjectTree("s3://b/m", "m", objects))
