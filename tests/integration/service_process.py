@@ -62,8 +62,15 @@ class ServiceProcess:
                 stdout=log,
                 stderr=log,
             )
+        self._answers("/readyz" if ready else "/healthz")
+
+    def wait_ready(self) -> None:
+        """Wait until its executor has described itself."""
+        self._answers("/readyz")
+
+    def _answers(self, path: str) -> None:
+        assert self._process is not None
         deadline = time.monotonic() + 60
-        path = "/readyz" if ready else "/healthz"
         while True:
             with contextlib.suppress(httpx2.TransportError):
                 if self.client.get(path).status_code == 200:

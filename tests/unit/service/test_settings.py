@@ -45,7 +45,7 @@ def test_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         POLICY="/p",
         PART_SIZE="8MiB",
         DATABASE_URL="",
-        HOST="0.0.0.0",  # noqa: S104
+        HOST="0.0.0.0",
         PUBLIC_URL="https://export.example.org/",
     )
     assert settings.store_spec("team").uri == "s3://bucket/prefix/team"
@@ -62,7 +62,7 @@ def test_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"NONSENSE": "1"}, "WEIGHTLESS_NONSENSE"),
         ({"PORT": "70000"}, "WEIGHTLESS_PORT"),
-        ({"HOST": "0.0.0.0"}, "loopback"),  # noqa: S104
+        ({"HOST": "0.0.0.0"}, "loopback"),
         ({"HOST": "example.org"}, "loopback"),
         ({"AUTH": "none,token"}, "auth"),
         ({"AUTH": "basic"}, "WEIGHTLESS_AUTH"),
@@ -109,7 +109,7 @@ def test_the_table_has_every_setting_and_a_meaning() -> None:
 
 @pytest.mark.parametrize(
     ("host", "loopback"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("x", False)],  # noqa: S104
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("x", False)],
 )
 def test_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
