@@ -130,7 +130,7 @@ def test_ray_cancels_what_ray_has_no_place_for(service: ServiceProcess) -> None:
 
 
 def test_ray_attempts_are_found_again_after_a_restart(service: ServiceProcess) -> None:
-    export_id = service.submit(seconds=12)
+    export_id = service.submit(seconds=6)
     service.wait(export_id, "running")
     process = exporter_of(export_id)
     service.kill()
@@ -146,7 +146,7 @@ def test_ray_attempts_are_found_again_after_a_restart(service: ServiceProcess) -
 
 def test_ray_shows_no_secret(service: ServiceProcess, cluster: RayCluster) -> None:
     trap = "$AWS_SECRET_ACCESS_KEY ${AWS_SECRET_ACCESS_KEY} $(id) `id`"
-    export_id = service.submit(seconds=6, labels={"trap": trap})
+    export_id = service.submit(seconds=4, labels={"trap": trap})
     service.wait(export_id, "running")
     process = exporter_of(export_id)
     environment = process.environ()
