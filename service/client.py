@@ -164,15 +164,19 @@ class Client:
         """
         last, heard, wait = after, time.monotonic(), 0.2
         while True:
+            before = last
             try:
                 for number, event in self._event_stream(export_id, last, deadline):
-                    heard, wait = time.monotonic(), 0.2
-                    if number <= last:
+                    heard = time.monotonic()
+                    if event is None or number <= last:
                         continue
-                    last = number
+                    last, wait = number, 0.2
                     yield event
                     if event.get("type") == "state" and event.get("to") in TERMINAL:
                         return
+                self._check_deadline(export_id, deadline)
+                if last == before and self.export(export_id).get("state") in TERMINAL:
+                    return
             except WeightlessError as error:
                 if not error.retryable or time.monotonic() - heard > self._patience:
                     raise
@@ -180,7 +184,10 @@ class Client:
             self._sleep(wait)
             wait = min(wait * 2, 10.0)
 
-    def _event_stream(self, export_id: str, last: int, deadline: float | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _event_stream(
+        self, export_id: str, last: int, deadline: float | None
+    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """The events of one connection with their numbers, and None for each line that ends none: a sign of life."""
         silence = SILENCE if deadline is None else min(SILENCE, max(deadline - time.monotonic(), 0.05))
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(last)}
         timeout = httpx2.Timeout(30.0, read=silence)
@@ -199,7 +206,9 @@ class Client:
                     elif not line and data:
                         yield number, self._event("\n".join(data))
                         data = []
+                        continue
                     self._check_deadline(export_id, deadline)
+                    yield number, None
         except httpx2.ReadTimeout:
             return
         except httpx2.TransportError as error:

@@ -24,6 +24,7 @@ from exporter.contract.errors import InvalidRequest
 from exporter.contract.events import clean_text
 from exporter.contract.spec import EXPORT_ID
 from service.commands.describe import print_description
+from service.commands.interrupts import Interrupted
 from service.commands.output import DONE, FAILED, Json, Output, size_text
 from service.commands.resolve import Resolved, open_reads, resolve
 from service.commands.session import DEFAULT_URL, Url
@@ -83,17 +84,21 @@ def pull(
         if out == "-":
             _to_stdout(found, only or [], limits, output)
             return
-        with _Bars(output) as bars:
-            report = pull_files(
-                found.manifest,
-                found.origin,
-                Path(out),
-                only=only or [],
-                limits=limits,
-                cache=keep,
-                progress=bars.show,
-                save=found.content if save_manifest else None,
-            )
+        try:
+            with _Bars(output) as bars:
+                report = pull_files(
+                    found.manifest,
+                    found.origin,
+                    Path(out),
+                    only=only or [],
+                    limits=limits,
+                    cache=keep,
+                    progress=bars.show,
+                    save=found.content if save_manifest else None,
+                )
+        except Interrupted:
+            output.say(f"{out} is not whole; run the command again to go on")
+            raise
     _print_pull(output, found, report)
 
 

@@ -60,6 +60,9 @@ class Service(ThreadingHTTPServer):
 
     daemon_threads = True
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes away is no error here."""
+
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.script: Callable[..., Any] = lambda method, path, headers, body: (404, {}, b"")
@@ -101,8 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
         for chunk in content:
             if chunk is None:
                 break
-            self.wfile.write(chunk)
-            self.wfile.flush()
+            try:
+                self.wfile.write(chunk)
+                self.wfile.flush()
+            except OSError:
+                break
 
     do_GET = do_POST = do_DELETE = _serve
 

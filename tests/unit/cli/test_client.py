@@ -64,6 +64,25 @@ def test_a_stream_that_ends_early_is_taken_up(service: Service, client: Client) 
     assert [event["to"] for event in client.events(EXPORT)] == ["queued", "running", "failed"]
 
 
+def test_an_export_that_ended_without_an_event_ends_the_wait(service: Service, client: Client) -> None:
+    service.script = lambda method, path, *_: (
+        (200, STREAM, [b": ping\n\n"]) if path.endswith("/events") else (200, {}, b'{"state": "succeeded"}')
+    )
+    assert list(client.events(EXPORT)) == []
+
+
+def test_a_long_queue_does_not_use_up_the_patience(service: Service, client: Client) -> None:
+    def queued() -> Iterator[bytes]:
+        yield sse((1, state("queued")))
+        for _ in range(30):
+            time.sleep(0.01)
+            yield b": ping\n\n"
+
+    answers = iter([(200, STREAM, queued()), (503, {}, b""), (200, STREAM, [sse((2, state("succeeded")))])])
+    service.script = lambda *_: next(answers)
+    assert [event["to"] for event in client.events(EXPORT)] == ["queued", "succeeded"]
+
+
 def test_the_deadline_is_seen_while_only_pings_arrive(service: Service, client: Client) -> None:
     def pings() -> Iterator[bytes]:
         for _ in range(500):
