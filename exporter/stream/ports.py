@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from exporter.contract.objects import Capabilities, Part, StoredObject, Upload
@@ -69,3 +69,16 @@ class StreamListener(Protocol):
 
     def sent(self, done: int, total: int) -> None:
         """`done` of about `total` bytes are in the store."""
+
+
+class ReuseTarget(MultipartTarget, Protocol):
+    """What the reuse of stored weights needs besides: reading and listing the index, taking leases back."""
+
+    def read(self, key: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`; `NotFound` where there is no object."""
+
+    def list(self, prefix: str) -> Iterator[StoredObject]:
+        """Every object whose key starts with `prefix`."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object; no error if it is gone already."""

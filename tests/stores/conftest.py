@@ -31,7 +31,7 @@ _RGW = {
     for name in ("S3_ENDPOINT_TLS", "S3_CA_BUNDLE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 }
 """Read before any test changes the environment."""
-SMALL_PART = 64 * 1024
+SMALL_PART = 128 * 1024
 """Part size of stores whose minimum is small, so that tests are quick."""
 
 
@@ -190,5 +190,5 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def part_size(store: Any) -> int:
-    """The smallest part that the store takes, at least 64 KiB."""
+    """The smallest part that the store takes, at least 128 KiB."""
     return max(SMALL_PART, store.capabilities.min_part)
