@@ -109,6 +109,8 @@ def _ray_executor(settings: Settings) -> Executor:
         raise InvalidRequest("executor ray needs aiohttp", hint="Install it: pip install 'weightless[ray]'.")
     from service.executors.ray import RayExecutor
 
+    if not settings.store_uri.startswith("s3://"):
+        log.warning("every Ray node must reach the store at the same path", store=settings.store_uri)
     address = settings.ray_address or ""
     return RayExecutor(settings.data_dir, address, slots=settings.slots, insecure=settings.ray_insecure)
 

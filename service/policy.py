@@ -7,7 +7,7 @@ character.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -218,47 +218,66 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def _match(index: int, who: Who, caller: Caller) -> Finding:
     met = 0
-    for reason, name, holds in _conditions(who, caller):
-        if not holds:
-            return Finding(index, False, reason, met, f"rule {index + 1} does not match: {name}")
+    for condition in _conditions(who, caller):
+        if not condition.holds:
+            sentence = f"rule {index + 1} does not match: {condition.sentence}"
+            return Finding(index, False, condition.reason, met, sentence)
         met += 1
     return Finding(index, True, None, met, f"rule {index + 1} matches and decides")
 
 
-def _conditions(who: Who, caller: Caller) -> list[tuple[str, str, bool]]:
-    """(reason code, name, whether it holds) of each condition, the identity first."""
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """One key of `who` against a caller; `reason` is the code of a refusal for it."""
+
+    reason: str
+    name: str
+    wanted: bool | tuple[Any, ...]
+    given: Any
+
+    @property
+    def holds(self) -> bool:
+        if isinstance(self.wanted, bool):
+            return str(self.given).lower() == ("true" if self.wanted else "false")
+        if isinstance(self.given, str) and any(isinstance(item, str) for item in self.wanted):
+            return _any_glob(self.wanted, self.given)
+        return _number(self.given) in self.wanted
+
+    @property
+    def sentence(self) -> str:
+        listed = [self.wanted] if isinstance(self.wanted, bool) else self.wanted
+        wanted = " or ".join(str(item).lower() if isinstance(item, bool) else str(item) for item in listed[:20])
+        given = "there is none" if self.given is None else f"it is {str(self.given)[:200]!r}"
+        return f"{self.name} must be {wanted or 'something'}, and {given}"
+
+
+_CLAIMS = (
+    ("repository", "repository_id"),
+    ("owner", "repository_owner_id"),
+    ("event", "event_name"),
+    ("ref", "ref"),
+    ("ref", "ref_protected"),
+    ("environment", "environment"),
+    ("workflow", "job_workflow_ref"),
+)
+"""Reason codes and claims, the identity first: the reason of the first condition that fails is the answer's."""
+
+
+def _conditions(who: Who, caller: Caller) -> Iterator[_Condition]:
     if who.token is not None or caller.kind == "token":
-        same = who.token is not None and caller.token_id is not None and _any_glob(who.token, caller.token_id)
-        return [("scope", "token", same)]
-    claims = caller.claims
-    found: list[tuple[str, str, bool]] = []
-    if who.repository_id is not None:
-        found.append(("repository", "repositoryId", _number(claims.get("repository_id")) in who.repository_id))
-    if who.repository_owner_id is not None:
-        held = _number(claims.get("repository_owner_id")) in who.repository_owner_id
-        found.append(("owner", "repositoryOwnerId", held))
-    events = DEFAULT_EVENTS if who.event_name is None else who.event_name
-    found.append(("event", "eventName", _claim_glob(events, claims.get("event_name"))))
-    if who.ref is not None:
-        found.append(("ref", "ref", _claim_glob(who.ref, claims.get("ref"))))
-    if who.ref_protected is not None:
-        shown = str(claims.get("ref_protected", "")).lower()
-        found.append(("ref", "refProtected", shown == ("true" if who.ref_protected else "false")))
-    if who.environment is not None:
-        found.append(("environment", "environment", _claim_glob(who.environment, claims.get("environment"))))
-    if who.job_workflow_ref is not None:
-        held = _claim_glob(who.job_workflow_ref, claims.get("job_workflow_ref"))
-        found.append(("workflow", "jobWorkflowRef", held))
-    return found
+        yield _Condition("scope", "token", who.token or (), caller.token_id)
+        return
+    for reason, name in _CLAIMS:
+        wanted = getattr(who, name)
+        if wanted is None and name == "event_name":
+            wanted = DEFAULT_EVENTS
+        if wanted is not None:
+            yield _Condition(reason, to_camel(name), wanted, caller.claims.get(name))
 
 
 def _number(value: Any) -> int | None:
     text = str(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
     return int(text) if re.fullmatch(r"[0-9]{1,19}", text, re.ASCII) else None
-
-
-def _claim_glob(globs: tuple[str, ...], value: Any) -> bool:
-    return isinstance(value, str) and _any_glob(globs, value)
 
 
 def _any_glob(globs: tuple[str, ...], value: str) -> bool:

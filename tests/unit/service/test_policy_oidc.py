@@ -321,3 +321,15 @@ def test_oidc_policy_check_explains(
     got = json.loads(done.stdout)
     assert {name: got[name] for name in expected} == expected
     assert all(finding["sentence"].startswith(f"rule {finding['rule']} ") for finding in got["findings"])
+
+
+def test_oidc_a_refusal_names_what_was_wanted_and_what_was_given() -> None:
+    policy = Policy(parse_policy(POLICY.encode()))
+    first, *_, owner, _ = policy.explain(github_caller({**MAIN, "event_name": "pull_request_target"}))
+    assert first.sentence == (
+        "rule 1 does not match: eventName must be push or workflow_dispatch or schedule or merge_group or release, "
+        "and it is 'pull_request_target'"
+    )
+    assert owner.sentence == "rule 5 does not match: repositoryOwnerId must be 777, and it is '1'"
+    second = policy.explain(github_caller({**MAIN, "repository_id": "200"}))[1]
+    assert second.sentence == "rule 2 does not match: environment must be production, and there is none"
