@@ -26,7 +26,7 @@ from service.job_store import JobStore
 from service.metrics import Metrics
 from service.policy import Policy
 from service.ports import ArtifactStore, LogSource
-from service.routes import exports, health, recipes, streams
+from service.routes import docs, exports, health, recipes, streams
 from service.same_site import SameSite
 from service.schemas import Problem
 from service.settings import Settings
@@ -91,7 +91,7 @@ def create_app(parts: Parts) -> FastAPI:
     if parts.authenticator.anonymous:
         app.add_middleware(SameSite, settings=parts.settings)
     problems.install(app)
-    for room in (exports, streams, recipes, health):
+    for room in (exports, streams, recipes, health, docs):
         app.include_router(room.router)
     app.state.export_page = None
     if find_spec("service.routes.pages") is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -308,6 +309,16 @@ def test_other_media_types_are_refused(service: ServiceProcess, kind: str) -> No
 @pytest.mark.parametrize("tail", ["", "/manifest", "/events", "/logs"])
 def test_unknown_exports_are_not_found(service: ServiceProcess, path: str, tail: str) -> None:
     refused(service.client.get(f"/exports/{path}{tail}"), 404, "not-found")
+
+
+def test_the_docs_page_names_every_call_and_loads_nothing_foreign(service: ServiceProcess) -> None:
+    page = service.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    for path, methods in service.client.get("/openapi.json").json()["paths"].items():
+        for method in methods:
+            assert f"{method.upper()} {path}" in page.text
+    assert "source-access-denied" in page.text
+    assert all(link.startswith("/") for link in re.findall(r'(?:href|src)="([^"]*)"', page.text))
 
 
 def test_other_sites_cannot_use_a_browser_on_this_machine(service: ServiceProcess) -> None:
