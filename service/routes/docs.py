@@ -30,7 +30,7 @@ def docs_html(document: dict[str, Any], base: str) -> str:
         for method, operation in methods.items()
     )
     codes = "".join(
-        f"<tr><td><code>{escape(kind.code)}</code></td><td>{status}</td><td>{escape(_first_line(kind.__doc__))}</td>"
+        f"<tr><td><code>{escape(kind.code)}</code></td><td>{status}</td><td>{escape(_first_line(kind.__doc__))}</td></tr>"
         for kind, status in sorted(STATUS.items(), key=lambda item: (item[1], item[0].code))
     )
     return f"""<!doctype html>
@@ -40,7 +40,8 @@ def docs_html(document: dict[str, Any], base: str) -> str:
 <p>The same for machines: <a href="{escape(base)}/openapi.json">openapi.json</a>. Bodies are JSON; errors are
 <code>application/problem+json</code> with a <code>code</code>, a sentence and a <code>hint</code>.</p>
 <h2>Calls</h2>{calls}
-<h2>Error codes</h2><table><thead><tr><th>code</th><th>status</th><th>meaning</th></tr></thead><tbody>{codes}</tbody></table>
+<h2>Error codes</h2>
+<table><thead><tr><th>code</th><th>status</th><th>meaning</th></tr></thead><tbody>{codes}</tbody></table>
 </main></body></html>
 """
 
