@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
 from pathlib import Path
 
 from exporter.artifact.folder import local_errors
-from exporter.contract.manifest import Data, canonical_json, digest
+from exporter.contract.manifest import Data, digest
 
 _ENTRY = re.compile(r"[0-9a-f]{64}\.ptd")
 COPY_CHUNK = 64 * 2**20
@@ -23,8 +24,13 @@ READ_CHUNK = 2**20
 
 def cache_name(data: Data) -> str:
     """The entry for a data file: equal for equal bytes, whatever the file is called and wherever it is stored."""
-    content = data.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"name", "urls", "weight_set"})
-    return digest(canonical_json(content)).removeprefix("sha256:") + ".ptd"
+    content = {
+        "size": data.size,
+        "header": data.header_digest,
+        "base": data.segment_base_offset,
+        "segments": [[segment.offset, segment.size, segment.digest] for segment in data.segments],
+    }
+    return digest(json.dumps(content, sort_keys=True).encode()).removeprefix("sha256:") + ".ptd"
 
 
 class WeightCache:

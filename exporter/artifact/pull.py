@@ -24,7 +24,7 @@ from exporter.artifact.regions import Region
 from exporter.artifact.transfer import CheckedPass, Limits, Outcome
 from exporter.artifact.verify import crc_problem, describe, size_problem
 from exporter.contract.errors import InvalidRequest, VerificationFailed
-from exporter.contract.manifest import Data, File, Manifest, canonical_json, digest
+from exporter.contract.manifest import Data, File, Manifest, digest
 
 Progress = Callable[[str, int, int], None]
 """Called from several threads with a file's name, the bytes of it that are done, and its size."""
@@ -219,7 +219,7 @@ class _Fetch:
             os.posix_fallocate(part, 0, self._blob.size)
 
     def _land(self, part: int) -> None:
-        identity = digest(canonical_json(self._entry.model_dump(mode="json", by_alias=True, exclude_none=True)))
+        identity = digest(self._entry.model_dump_json(exclude={"urls"}).encode())
         journal = Journal(self._folder.open_journal(self._entry.name), identity, self._limits.block)
         try:
             outcome = self._pass(part, journal)
