@@ -40,6 +40,8 @@ TIMEOUT = 5.0
 MAX_DOCUMENT = 256 * 1024
 MAX_KEYS = 100
 MAX_UNKNOWN = 1024
+MAX_WAITING = 16
+"""Requests that may wait for the issuer at once; the server has 40 threads."""
 MIN_KEY_BITS = 2048
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -67,6 +69,7 @@ class IssuerKeys:
         self._allowance = float(REFETCHES)
         self._counted = clock()
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(MAX_WAITING)
 
     def find(self, kid: str) -> RSAPublicKey | None:
         """The key, None where the issuer has no such key. `RateLimited` (503) where nobody can tell."""
@@ -78,8 +81,14 @@ class IssuerKeys:
                 self._lock.release()
         if self._age() < STALE_SECONDS and (key := self._keys.get(kid)) is not None:
             return key
-        with self._lock:
-            return self._find_anew(kid)
+        # Requests that wait for a slow issuer must not use up the server's threads.
+        if not self._places.acquire(blocking=False):
+            raise _undecided()
+        try:
+            with self._lock:
+                return self._find_anew(kid)
+        finally:
+            self._places.release()
 
     def _find_anew(self, kid: str) -> RSAPublicKey | None:
         age, now = self._age(), self._clock()
@@ -91,12 +100,7 @@ class IssuerKeys:
             if not self._waiting(now) and not self._take_allowance(now):
                 return None
         if not self._refresh():
-            raise RateLimited(
-                "the keys of the OIDC issuer cannot be fetched now, so the token cannot be judged",
-                hint="Try again in some seconds. The operator finds the reason in the service's log.",
-                retryAfter=int(RETRY_SECONDS),
-                httpStatus=503,
-            )
+            raise _undecided()
         key = self._keys.get(kid)
         if key is None:
             self._unknown[kid] = now + UNKNOWN_SECONDS
@@ -147,6 +151,15 @@ class IssuerKeys:
         if not isinstance(address, str) or _origin(address) != _origin(self._issuer):
             raise Unreadable("its discovery document names keys at another origin")
         return address
+
+
+def _undecided() -> RateLimited:
+    return RateLimited(
+        "the keys of the OIDC issuer cannot be fetched now, so the token cannot be judged",
+        hint="Try again in some seconds. The operator finds the reason in the service's log.",
+        retryAfter=int(RETRY_SECONDS),
+        httpStatus=503,
+    )
 
 
 def _document(client: httpx2.Client, url: str) -> dict[str, Any]:

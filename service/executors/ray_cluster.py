@@ -8,10 +8,14 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from exporter.contract.errors import ExecutorLost
+import structlog
+
+from exporter.contract.errors import ExecutorLost, WeightlessError
 from exporter.contract.machine import BackendReport, MachineReport, RecipeReport
 from service.executors.ray_entrypoint import doctor_job
 from service.executors.ray_jobs import Node, RayJobs
+
+log = structlog.get_logger(__name__)
 
 DOCTOR_SECONDS = 300.0
 """How long a node may take to describe itself."""
@@ -33,6 +37,9 @@ async def describe_cluster(jobs: RayJobs) -> Cluster:
     nodes = await jobs.nodes()
     kinds = list({(node.gpus > 0, node.features): node for node in nodes}.values())[:MAX_KINDS]
     answers = await asyncio.gather(*(_describe(jobs, node) for node in kinds), return_exceptions=True)
+    for node, answer in zip(kinds, answers, strict=True):
+        if isinstance(answer, WeightlessError):
+            log.warning("a Ray node did not describe itself", node=node.name, error=answer.message, hint=answer.hint)
     reports = [answer for answer in answers if isinstance(answer, MachineReport)]
     if not reports:
         failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -209,3 +211,37 @@ def test_oidc_sixteen_threads_fetch_once(verifier: OidcVerifier, issuer: Issuer,
 def test_oidc_an_issuer_is_https(url: str) -> None:
     with pytest.raises(InvalidRequest):
         IssuerKeys(url)
+
+
+def test_oidc_a_slow_issuer_does_not_hold_every_thread(
+    verifier: OidcVerifier, issuer: Issuer, clock: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request asks, some wait, the others are sent away at once; known keys go on meanwhile."""
+    assert reason(verifier, issuer.token(clock.now)) is None
+    asked, go_on = threading.Event(), threading.Event()
+    answer = issuer.answer
+
+    def slow(path: str) -> tuple[int, object]:
+        asked.set()
+        assert go_on.wait(30)
+        return answer(path)
+
+    monkeypatch.setattr(issuer, "answer", slow)
+    tokens = [issuer.token(clock.now, header={"kid": f"k-{number}"}) for number in range(30)]
+
+    def outcome(token: str) -> str | None:
+        try:
+            return reason(verifier, token)
+        except RateLimited:
+            return "later"
+
+    with ThreadPoolExecutor(30) as pool:
+        found = [pool.submit(outcome, token) for token in tokens]
+        assert asked.wait(30)
+        while sum(future.done() for future in found) < len(tokens) - issuer_keys.MAX_WAITING:
+            time.sleep(0.01)
+        assert reason(verifier, issuer.token(clock.now)) is None
+        go_on.set()
+        results = [future.result() for future in found]
+    assert results.count("later") == 30 - issuer_keys.MAX_WAITING
+    assert results.count("unknown-key") == issuer_keys.MAX_WAITING
