@@ -75,15 +75,33 @@ class WeightIndex:
         return found
 
     def add(self, layout: str, entry: IndexEntry) -> IndexEntry | None:
-        """Write an entry; the one that was there first, if there was one, else None."""
-        if entry.data.weight_set is None:
-            return None
-        key = _folder(layout) + entry.data.weight_set.removeprefix("sha256:") + ".json"
+        """Write an entry; the one that was there first, if there was one, else None.
+
+        One whose file is gone (its export failed after all, or gc took it) is replaced.
+        """
+        key = self.key(layout, entry)
         body = canonical_json(entry.model_dump(mode="json", by_alias=True, exclude_none=True))
-        if self._target.put(key, body, media_type=MEDIA_TYPE, if_absent=True) is not None:
-            return None
+        for _ in range(3):
+            if self._target.put(key, body, media_type=MEDIA_TYPE, if_absent=True) is not None:
+                return None
+            found = self._target.head(key)
+            first = None if found is None else self._read(key, found.size)
+            if first is not None and self._is_there(first):
+                return first
+            self._target.delete(key)
+        return None
+
+    def remove(self, layout: str, entry: IndexEntry) -> None:
+        """Take an entry back, where it still is this one."""
+        key = self.key(layout, entry)
         found = self._target.head(key)
-        return None if found is None else self._read(key, found.size)
+        if found is not None and (there := self._read(key, found.size)) is not None and there.key == entry.key:
+            self._target.delete(key)
+
+    @staticmethod
+    def key(layout: str, entry: IndexEntry) -> str:
+        """The entry's key in the store."""
+        return f"{_folder(layout)}{(entry.data.weight_set or '').removeprefix('sha256:')}.json"
 
     def lease(self, entry: IndexEntry) -> bool:
         """Say that this export uses the file, then look whether it is still there."""

@@ -8,190 +8,18 @@ copied inside the store and only the rest is sent.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from exporter.contract.errors import Cancelled, InternalError, StoreRejected, StoreUnavailable, WeightlessError
 from exporter.contract.manifest import PTD_MEDIA_TYPE, Data
-from exporter.contract.objects import Capabilities, Part, StoredObject, Upload
 from exporter.contract.segments import Segment
-from exporter.stream import crc
-from exporter.stream.index import IndexEntry, PartDigest, WeightIndex
+from exporter.stream.index import IndexEntry, WeightIndex
 from exporter.stream.layout import RESERVED_BUFFERS
 from exporter.stream.multipart import WeightStream
 from exporter.stream.ports import MultipartTarget, ReuseTarget, StreamListener
 from exporter.stream.table import layout_digest
-
-
-class HashingTarget:
-    """A target that keeps nothing but the digests of parts; plans as for the store that it stands for."""
-
-    def __init__(self, target: MultipartTarget) -> None:
-        self._target = target
-        self._lock = threading.Lock()
-        self._size = 0
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The store's own."""
-        return self._target.capabilities
-
-    def uri(self, key: str) -> str:
-        """The URI that the object would have."""
-        return self._target.uri(key)
-
-    def create_upload(self, key: str, *, media_type: str, metadata: Mapping[str, str], part_size: int) -> Upload:
-        """An upload in name only."""
-        return Upload(key, "hashing")
-
-    def upload_part(self, upload: Upload, number: int, body: memoryview, *, crc64nvme: str | None) -> Part:
-        """Count the part."""
-        with self._lock:
-            self._size += len(body)
-        return Part(number, len(body), "hashing", crc64nvme)
-
-    def copy_part(self, upload: Upload, number: int, source_key: str, offset: int, length: int) -> Part:
-        """There is nothing to copy into."""
-        raise StoreRejected("nothing is stored while weights are only hashed")
-
-    def list_parts(self, upload: Upload) -> Sequence[Part]:
-        """None are held."""
-        return []
-
-    def complete_upload(self, upload: Upload, parts: Sequence[Part], *, crc64nvme: str | None) -> StoredObject:
-        """The object that it would be."""
-        return StoredObject(upload.key, self._size, None, crc64nvme)
-
-    def abort_upload(self, upload: Upload) -> None:
-        """Nothing is held."""
-
-    def put(
-        self,
-        key: str,
-        body: bytes | memoryview,
-        *,
-        media_type: str,
-        metadata: Mapping[str, str] | None = None,
-        if_absent: bool = False,
-    ) -> StoredObject | None:
-        """The object that it would be."""
-        return StoredObject(key, len(body), None, None)
-
-    def head(self, key: str) -> StoredObject | None:
-        """Nothing is stored."""
-        return None
-
-
-class DigestingTarget:
-    """Passes everything on, and keeps the digests of parts; copies parts of `source` that are equal.
-
-    A copy counts only where SHA-256 and CRC say so, and where the store's own CRC of it, if it gives one, agrees.
-    """
-
-    def __init__(self, target: MultipartTarget, source: IndexEntry | None = None) -> None:
-        self._target = target
-        self._source = source
-        self._known = {(part.crc64nvme, part.size): part for part in source.parts} if source else {}
-        self._lock = threading.Lock()
-        self._digests: dict[int, PartDigest] = {}
-        self.copied_bytes = 0
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The store's own."""
-        return self._target.capabilities
-
-    @property
-    def parts(self) -> tuple[PartDigest, ...]:
-        """Digests of the parts, in order."""
-        return tuple(self._digests[number] for number in sorted(self._digests))
-
-    def uri(self, key: str) -> str:
-        """As the store."""
-        return self._target.uri(key)
-
-    def create_upload(self, key: str, *, media_type: str, metadata: Mapping[str, str], part_size: int) -> Upload:
-        """As the store."""
-        return self._target.create_upload(key, media_type=media_type, metadata=metadata, part_size=part_size)
-
-    def upload_part(self, upload: Upload, number: int, body: memoryview, *, crc64nvme: str | None) -> Part:
-        """Copy where the source has the same bytes, else send."""
-        checksum = crc64nvme or crc.crc64nvme(body)
-        sha256 = "sha256:" + hashlib.sha256(body).hexdigest()
-        digest = PartDigest(number=number, size=len(body), crc64nvme=checksum, sha256=sha256)
-        part = self._copy(upload, digest) or self._target.upload_part(upload, number, body, crc64nvme=checksum)
-        with self._lock:
-            self._digests[number] = digest
-        return part
-
-    def _copy(self, upload: Upload, wanted: PartDigest) -> Part | None:
-        there = self._known.get((wanted.crc64nvme, wanted.size))
-        if self._source is None or there is None or there.sha256 != wanted.sha256:
-            return None
-        offset = (there.number - 1) * self._source.part_size
-        try:
-            part = self._target.copy_part(upload, wanted.number, self._source.key, offset, wanted.size)
-        except StoreRejected:  # the source went away, or the store cannot copy: sent instead
-            return None
-        if part.crc64nvme is not None and part.crc64nvme != wanted.crc64nvme:
-            return None
-        with self._lock:
-            self.copied_bytes += wanted.size
-        return part
-
-    def copy_part(self, upload: Upload, number: int, source_key: str, offset: int, length: int) -> Part:
-        """As the store."""
-        return self._target.copy_part(upload, number, source_key, offset, length)
-
-    def list_parts(self, upload: Upload) -> Sequence[Part]:
-        """As the store."""
-        return self._target.list_parts(upload)
-
-    def complete_upload(self, upload: Upload, parts: Sequence[Part], *, crc64nvme: str | None) -> StoredObject:
-        """As the store."""
-        return self._target.complete_upload(upload, parts, crc64nvme=crc64nvme)
-
-    def abort_upload(self, upload: Upload) -> None:
-        """As the store."""
-        self._target.abort_upload(upload)
-
-    def put(
-        self,
-        key: str,
-        body: bytes | memoryview,
-        *,
-        media_type: str,
-        metadata: Mapping[str, str] | None = None,
-        if_absent: bool = False,
-    ) -> StoredObject | None:
-        """As the store."""
-        return self._target.put(key, body, media_type=media_type, metadata=metadata, if_absent=if_absent)
-
-    def head(self, key: str) -> StoredObject | None:
-        """As the store."""
-        return self._target.head(key)
-
-
-class _Hashing:
-    """Tells a listener of the progress of a pass that opens no upload."""
-
-    def __init__(self, listener: StreamListener) -> None:
-        self._listener = listener
-
-    def opened(self, upload: Upload, uri: str, part_size: int) -> None:
-        """There is none."""
-
-    def completed(self, upload: Upload, uri: str, part_size: int) -> None:
-        """There was none."""
-
-    def aborted(self, upload: Upload, uri: str, part_size: int) -> None:
-        """There was none."""
-
-    def sent(self, done: int, total: int) -> None:
-        """So much is hashed."""
-        self._listener.sent(done, total)
+from exporter.stream.targets import DigestingTarget, HashingListener, HashingTarget
 
 
 class ReusingStream:
@@ -201,7 +29,8 @@ class ReusingStream:
     verification and before the manifest, `publish` enters the file into the index, or moves to the file of a faster
     export and removes its own. After the manifest, `release`.
 
-    `holder` is the id of this export. Segments are kept for a second pass, and so must be readable again.
+    `reuse` False sends everything; the file is entered into the index all the same. `holder` is the id of this
+    export. Segments are kept for a second pass, and so must be readable again.
     """
 
     def __init__(
@@ -215,8 +44,11 @@ class ReusingStream:
         listener: StreamListener,
         media_type: str = PTD_MEDIA_TYPE,
         metadata: Mapping[str, str] | None = None,
+        reuse: bool = True,
     ) -> None:
         self._target = target
+        self._reuses = reuse
+        self._published: IndexEntry | None = None
         self._own_key = key
         self._part_size = part_size
         self._max_buffer = max_buffer
@@ -279,13 +111,13 @@ class ReusingStream:
         """Plan, and look whether the store holds weights of this layout."""
         self._planned, self._reserve = planned, reserve
         self._layout = layout_digest(planned)
-        found = self._index.candidates(self._layout) if planned else []
+        found = self._index.candidates(self._layout) if planned and self._reuses else []
         # Parts of another size can never be equal, nor the base offset: such a candidate is none.
         wanted = self._part_size or (found[0].part_size if found else None)
         self._candidates = [entry for entry in found if entry.part_size == wanted and self._fits(entry.part_size)]
         if self._candidates:
             self._part_size = wanted
-            self._inner = self._stream(HashingTarget(self._target), _Hashing(self._listener))
+            self._inner = self._stream(HashingTarget(self._target), HashingListener(self._listener))
         else:
             self._digesting = DigestingTarget(self._target)
             self._inner = self._stream(self._digesting, self._listener)
@@ -341,8 +173,12 @@ class ReusingStream:
             return data
         part_size = self._opened().part_size
         entry = IndexEntry(key=self._own_key, part_size=part_size, data=data, parts=self._digesting.parts)
+        self._published = entry
         winner = self._index.add(self._layout, entry)
-        if winner is None or winner.key == self._own_key or not winner.equals(data) or not self._index.lease(winner):
+        if winner is None or winner.key == self._own_key:
+            return data
+        self._published = None
+        if not self._reuses or not winner.equals(data) or not self._index.lease(winner):
             return data
         self._reuse(winner)
         self._target.delete(self._own_key)
@@ -350,15 +186,19 @@ class ReusingStream:
 
     def release(self) -> None:
         """After the manifest: it keeps the file from now on. A lease that stays is read by `gc`."""
+        self._published = None
         if self._used is not None:
             with contextlib.suppress(StoreUnavailable, StoreRejected):
                 self._index.release(self._used.key)
 
     def abort(self) -> None:
-        """Give everything back; may come from another thread."""
+        """Give everything back, the index entry and the lease too; may come from another thread."""
         self._aborted = True
         if self._inner is not None:
             self._inner.abort()
+        if self._published is not None:
+            with contextlib.suppress(StoreUnavailable, StoreRejected):
+                self._index.remove(self._layout, self._published)
         self.release()
 
     def _reuse(self, entry: IndexEntry) -> None:

@@ -36,6 +36,10 @@ def stream(store: Any, export: str, part: int, buffer: int | None = None) -> Reu
     )
 
 
+def entries(store: Any) -> list[str]:
+    return [item.key for item in store.list("weights/by-layout/")]
+
+
 def export(
     store: Any, name: str, planned: Sequence[Segment], part: int, later: Sequence[Segment] = (), used: Any = None
 ) -> tuple[Data, ReusingStream]:
@@ -222,3 +226,37 @@ def test_an_abort_before_and_after_finish_leaves_nothing() -> None:
     weights.abort()
     assert list(store.list_uploads("")) == []
     assert list(store.list("")) == []
+
+
+def test_an_export_that_fails_after_publishing_takes_its_entry_back() -> None:
+    part, store = 128 * 1024, memory()
+    weights = stream(store, FIRST, part)
+    weights.open(layers(part))
+    weights.send(layers(part))
+    weights.publish(weights.finish(name="model.ptd", layout="flat-tensor/fqn", used=None))
+    assert len(entries(store)) == 1
+    weights.abort()
+    assert entries(store) == []
+
+
+def test_an_entry_whose_file_is_gone_is_replaced() -> None:
+    part, store = 128 * 1024, memory()
+    export(store, FIRST, layers(part), part)
+    store.delete(key_of(FIRST))
+    export(store, SECOND, layers(part), part)
+    assert len(entries(store)) == 1
+    _, third = export(store, THIRD, layers(part), part)
+    assert third.key == key_of(SECOND)
+
+
+def test_without_reuse_everything_is_sent() -> None:
+    part, store = 128 * 1024, memory()
+    export(store, FIRST, layers(part), part)
+    weights = ReusingStream(
+        store, key_of(SECOND), holder=SECOND, part_size=part, max_buffer=4 * part, listener=Listener(), reuse=False
+    )
+    weights.open(layers(part))
+    weights.send(layers(part))
+    data = weights.publish(weights.finish(name="model.ptd", layout="flat-tensor/fqn", used=None))
+    assert (weights.key, weights.bytes_sent) == (key_of(SECOND), data.size)
+    check(store, data, weights)
