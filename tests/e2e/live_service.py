@@ -97,9 +97,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(folder: Path, program: tuple[str, ...] = SCRIPTED, **settings: str) -> Iterator[LiveService]:
-    """A service that is ready; it is told to stop at the end, and must."""
-    port = free_port()
+def running(
+    folder: Path, program: tuple[str, ...] = SCRIPTED, port: int | None = None, **settings: str
+) -> Iterator[LiveService]:
+    """A service that is ready; it is told to stop at the end, and must. Folder and port make it the same one again."""
+    port = free_port() if port is None else port
     (folder / "models").mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,

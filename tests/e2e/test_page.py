@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.live_service import ROOT, LiveService
+from tests.e2e.live_service import ROOT, LiveService, free_port, running
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -114,6 +114,20 @@ def test_page_fits_its_screen(scripted: LiveService, browser: Browser, width: in
         window.screenshot(f"{name}-{width}-{scheme}.png")
     context.close()
     assert window.complaints == []
+
+
+@pytest.mark.chromium
+@pytest.mark.slow
+def test_page_outlives_a_restart_of_the_service(tmp_path: Path, window: Window) -> None:
+    port = free_port()
+    with running(tmp_path, port=port) as service:
+        export = service.submit(options={"seconds": 12})
+        service.wait_for(export["id"], "running")
+        window.page.goto(f"{service.url}/exports/{export['id']}")
+        window.page.evaluate("window.sameDocument = true")
+    with running(tmp_path, port=port):
+        window.page.wait_for_selector(".head .state-succeeded", timeout=60_000)
+    assert window.page.evaluate("window.sameDocument")
 
 
 @pytest.mark.chromium
