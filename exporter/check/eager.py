@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from exporter.contract.errors import InvalidRequest, WeightlessError, first_line
@@ -21,6 +25,7 @@ class Case:
     method: str
     inputs: tuple[object, ...]
     outputs: tuple[object, ...]
+    random: bool = False
 
 
 def eager_cases(captured: Captured) -> list[Case]:
@@ -37,7 +42,9 @@ def eager_cases(captured: Captured) -> list[Case]:
         args, kwargs = captured.samples[method]
         state = state if captured.share_buffers else {}
         try:
-            cases.append(_run(method, program, args, kwargs, state))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own deprecations
+                cases.append(_run(method, program, args, kwargs, state))
         except (WeightlessError, MemoryError):
             raise
         except Exception as error:
@@ -70,15 +77,57 @@ def _run(
     state: dict[str, torch.Tensor],
 ) -> Case:
     inputs = flat_inputs(program, args, kwargs)
+    random = draws_random_numbers(program)
+    if _writes_in_place(program):
+        program = program.run_decompositions({})  # decomposes nothing; the signature then names what is written
     module = program.module(check_guards=False)
     for name in program.graph_signature.buffers_to_mutate.values():
         owner, _, leaf = name.rpartition(".")
         holder = module.get_submodule(owner)
         state.setdefault(name, holder.get_buffer(leaf).detach().clone())
         holder._buffers[leaf] = state[name]
+    given = _copied((args, {name: kwargs[name] for name in kwargs}))
     with torch.no_grad():
-        outputs = module(*_copied(args), **_copied(dict(kwargs)))
-    return Case(method, inputs, tuple(pytree.tree_leaves(outputs)))
+        outputs = iter(pytree.tree_leaves(module(*given[0], **given[1])))
+    changed = dict(zip(program.graph_signature.user_inputs, flat_inputs(program, *given), strict=True))
+    # The runtime returns an input that the program writes like an output, in the order of the signature.
+    results = [
+        changed[spec.target] if spec.kind == OutputKind.USER_INPUT_MUTATION else next(outputs)
+        for spec in program.graph_signature.output_specs
+        if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION)
+    ]
+    return Case(method, inputs, tuple(results), random)
+
+
+def _operators(program: ExportedProgram) -> Iterator[tuple[fx.Node, OpOverload]]:
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if isinstance(node.target, OpOverload):
+                    yield node, node.target
+
+
+def _writes_in_place(program: ExportedProgram) -> bool:
+    return any(operator._schema.is_mutable for _, operator in _operators(program))
+
+
+def draws_random_numbers(program: ExportedProgram) -> bool:
+    """Whether two runs on the same inputs differ by design."""
+    return any(
+        torch.Tag.nondeterministic_seeded in operator.tags and not _is_idle(node, operator)
+        for node, operator in _operators(program)
+    )
+
+
+def _is_idle(node: fx.Node, operator: OpOverload) -> bool:
+    """An operator that draws in training only, or a dropout with probability 0."""
+    given = dict(zip((argument.name for argument in operator._schema.arguments), node.args, strict=False))
+    given |= node.kwargs
+    if given.get("train") is False or given.get("training") is False:
+        return True
+    if "dropout" in operator._schema.name or "scaled_dot_product" in operator._schema.name:
+        return bool(given.get("p", given.get("dropout_p", 0.0)) == 0.0)
+    return "rrelu" in operator._schema.name and "training" not in given
 
 
 def _copied(tree: Any) -> Any:

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 
 from exporter.contract.errors import InternalError, UnsupportedModel, WeightlessError, first_line
 from exporter.contract.manifest import Method, TensorSpec
 from exporter.contract.segments import MAX_CHUNK, Chunk, Segment, SegmentName, TensorLayout
-from exporter.lowering.operators import custom_operators, missing_kernels, named_operators
+from exporter.lowering.operators import missing_kernels, named_operators, unrunnable_operators
+from exporter.lowering.plain import initial_state, views_a_constant, with_plain_weights
 from exporter.lowering.ports import Lowered, Plan, Progress
 from exporter.source.captured import Captured
 
@@ -29,6 +31,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ExecuTorch 1.5.1 uses deprecated parts of the standard library at import
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
     from executorch.exir.passes import MemoryPlanningPass
+    from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
     from executorch.exir.schema import ScalarType, Tensor, TensorDataLocation
 
 TAG = "model"
@@ -69,7 +72,7 @@ class CpuLowering:
     def preflight(self, captured: Captured) -> None:
         """Refuse operators of namespaces that the CPU runtime has no kernel for: `UnsupportedModel`."""
         for method, program in captured.programs.items():
-            missing = custom_operators(program.graph_module)
+            missing = unrunnable_operators(program.graph_module)
             if missing:
                 raise unsupported(self._backend.name, method, missing)
 
@@ -83,9 +86,9 @@ class CpuLowering:
         for done, method in enumerate(methods):
             progress.step("compiling", method, done, len(methods))
         try:
-            with warnings.catch_warnings():
+            with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # upstream's own deprecations
-                manager = self._compile(captured)
+                manager, described = self._compile(captured)
         except (WeightlessError, MemoryError):
             raise
         except Exception as error:
@@ -105,17 +108,17 @@ class CpuLowering:
         return Lowered(
             program=program.chunks,
             program_size=program.size,
-            methods=[_method(name, captured.programs[name], plans) for name in methods],
+            methods=[_with_delegates(method, plans) for method in described],
             appended=segments,
             needs_data=bool(segments),
         )
 
-    def _compile(self, captured: Captured) -> Any:
-        programs = {name: with_dense_weights(program) for name, program in captured.programs.items()}
-        partitioners = {name: list(self._backend.partitioners()) for name in programs}
+    def _compile(self, captured: Captured) -> tuple[Any, list[Method]]:
+        """ExecuTorch's program manager, and the methods as they are after functionalisation."""
+        programs = {name: with_plain_weights(program) for name, program in captured.programs.items()}
         edge = to_edge_transform_and_lower(
             programs,
-            partitioner=partitioners,
+            partitioner={name: list(self._backend.partitioners()) for name in programs},
             # Which operators are allowed is decided by the runtime's kernels, after the compile, not by core ATen.
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
@@ -124,31 +127,18 @@ class CpuLowering:
         store = edge._named_data_store
         store.external_data.setdefault(TAG, {}).update(store.pte_data)
         store.pte_data.clear()
-        return edge.to_executorch(
+        lowered = [edge.exported_program(name) for name in programs]
+        state = [name for program in lowered for name in initial_state(program)]
+        methods = [_method(name, edge.exported_program(name)) for name in programs]
+        manager = edge.to_executorch(
             ExecutorchBackendConfig(
                 external_constants=lambda node: TAG,
+                passes=[InitializedMutableBufferPass(state)] if state else [],
+                remove_view_copy=not any(views_a_constant(program) for program in lowered),
                 memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=captured.share_buffers),
             )
         )
-
-
-def with_dense_weights(program: ExportedProgram) -> ExportedProgram:
-    """`program` itself, its weights that are slices of a larger storage replaced by dense copies.
-
-    Back ends copy whole storages: a slice would be stored with all that surrounds it, from the wrong offset.
-    """
-    for table in (program.state_dict, program.constants):
-        for name, value in list(table.items()):
-            if isinstance(value, torch.Tensor) and not _owns_its_storage(value):
-                dense = value.detach().clone(memory_format=torch.contiguous_format)
-                table[name] = torch.nn.Parameter(dense, False) if isinstance(value, torch.nn.Parameter) else dense
-    return program
-
-
-def _owns_its_storage(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return True
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return manager, methods
 
 
 def unsupported(backend: str, method: str, operators: Iterable[str]) -> UnsupportedModel:
@@ -264,10 +254,14 @@ def _operator(name: str, overload: str) -> str:
     return f"{name}.{overload}" if overload else name
 
 
-def _method(name: str, program: ExportedProgram, plans: Iterable[Any]) -> Method:
-    delegates = {delegate.id for plan in plans if plan.name == name for delegate in plan.delegates}
+def _method(name: str, program: ExportedProgram) -> Method:
     inputs, outputs = program_values(program)
-    return Method(name=name, inputs=inputs, outputs=outputs, delegates=tuple(sorted(delegates)))
+    return Method(name=name, inputs=inputs, outputs=outputs)
+
+
+def _with_delegates(method: Method, plans: Iterable[Any]) -> Method:
+    delegates = {delegate.id for plan in plans if plan.name == method.name for delegate in plan.delegates}
+    return method.model_copy(update={"delegates": tuple(sorted(delegates))})
 
 
 def program_values(program: ExportedProgram) -> tuple[tuple[TensorSpec | str, ...], tuple[TensorSpec | str, ...]]:
@@ -279,8 +273,13 @@ def program_values(program: ExportedProgram) -> tuple[tuple[TensorSpec | str, ..
             _described(nodes[item].meta.get("val")) if item in nodes else type(item).__name__ for item in items
         )
 
-    signature = program.graph_signature
-    return described(signature.user_inputs), described(signature.user_outputs)
+    shown = (OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION)
+    outputs = [
+        getattr(spec.arg, "name", None) or getattr(spec.arg, "value", None)
+        for spec in program.graph_signature.output_specs
+        if spec.kind in shown
+    ]
+    return described(program.graph_signature.user_inputs), described(outputs)
 
 
 def _described(value: object) -> TensorSpec | str:

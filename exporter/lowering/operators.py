@@ -7,13 +7,20 @@ import warnings
 from collections.abc import Collection
 from functools import cache
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
 _DECOMPOSED = frozenset({"aten", "prims", "prim", "quantized_decomposed", "dim_order_ops", "executorch_prim"})
 """Namespaces whose operators the compile decomposes or resolves; their kernels are checked after it."""
 _IN_TEXT = re.compile(r"\b(?:torch\._?ops\.)?([A-Za-z_]\w*)(?:::|\.)([A-Za-z_]\w*(?:\.\w+)?)")
-_COMPLAINTS = ("Missing out variants", "is not an Aten operator", "is not Aten Canonical", "not in allowed op")
+_COMPLAINTS = (
+    "Missing out variants",
+    "is not an Aten operator",
+    "is not Aten Canonical",
+    "not in allowed op",
+    "was not decomposed or delegated",
+)
 
 
 @cache
@@ -32,8 +39,12 @@ def missing_kernels(operators: Collection[str]) -> list[str]:
     return sorted(name for name in operators if name not in known and not name.startswith("executorch_prim::"))
 
 
-def custom_operators(module: fx.GraphModule) -> list[str]:
-    """Operators of other namespaces than ATen's in a captured graph (its submodules too) without a runtime kernel."""
+def unrunnable_operators(module: fx.GraphModule) -> list[str]:
+    """Operators of a captured graph, its branches too, that the runtime is known to lack before any compile.
+
+    These are operators of other namespaces than ATen's without a kernel, and convolutions over more than two
+    dimensions: ExecuTorch's kernel exists, and refuses them when it runs.
+    """
     found = set()
     for child in module.modules():
         if not isinstance(child, fx.GraphModule):
@@ -43,7 +54,14 @@ def custom_operators(module: fx.GraphModule) -> list[str]:
                 name = node.target._schema.name
                 if node.target.namespace not in _DECOMPOSED and not _has_out_kernel(name):
                     found.add(name)
+                elif _is_volume_convolution(node):
+                    found.add(str(node.target).replace(".", "::", 1))
     return sorted(found)
+
+
+def _is_volume_convolution(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return "conv" in str(node.target) and isinstance(value, torch.Tensor) and value.dim() > 4
 
 
 def _has_out_kernel(name: str) -> bool:
@@ -54,11 +72,10 @@ def named_operators(text: str) -> list[str]:
     """Operators that an error text of the compile complains of; empty where the text is about something else."""
     if not any(complaint in text for complaint in _COMPLAINTS):
         return []
-    found = {f"{namespace}::{name}" for namespace, name in _IN_TEXT.findall(text)}
+    edge = re.findall(r"with op <EdgeOpOverload: (\w+)\.([\w.]+)>", text)
+    found = {f"{namespace}::{name}" for namespace, name in edge or _IN_TEXT.findall(text)}
     return sorted(name for name in found if name.split("::")[0] in {"aten", *_namespaces()})
 
 
 def _namespaces() -> set[str]:
-    import torch
-
     return {schema.name.split("::")[0] for schema in torch._C._jit_get_all_schemas()}

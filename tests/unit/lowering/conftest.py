@@ -69,11 +69,14 @@ class Tied(torch.nn.Module):
         return self.head(self.embed(ids) * self.scale)
 
 
-def capture(module: torch.nn.Module, *inputs: torch.Tensor, **settings: Any) -> Captured:
-    """`module` as the method forward."""
+def capture(
+    module: torch.nn.Module, *inputs: torch.Tensor, sample: dict[str, Any] | None = None, **settings: Any
+) -> Captured:
+    """`module` as the method forward; `sample` are keyword arguments of the model."""
     module.eval().requires_grad_(False)
-    program = torch.export.export(module, inputs, strict=False, **settings)
-    return Captured({"forward": program}, ModuleWeights(dict(program.state_dict)), {"forward": (inputs, {})})
+    program = torch.export.export(module, inputs, sample or {}, strict=False, **settings)
+    weights = ModuleWeights(dict(program.state_dict))
+    return Captured({"forward": program}, weights, {"forward": (inputs, sample or {})})
 
 
 @pytest.fixture
@@ -110,6 +113,6 @@ def execute(tmp_path: Path) -> Callable[..., list[torch.Tensor]]:
         loaded = Runtime.get().load_program(tmp_path / "model.pte", data_path=tmp_path / "model.ptd")
         method = loaded.load_method("forward")
         assert method is not None
-        return [output.clone() for output in method.execute(inputs)]
+        return list(method.execute(inputs))
 
     return run
