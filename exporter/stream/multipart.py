@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from exporter.contract.errors import InternalError, StoreRejected, VerificationFailed, WeightlessError
 from exporter.contract.manifest import PTD_MEDIA_TYPE, Data
 from exporter.contract.segments import Chunk, Segment
+from exporter.stream.hashing import RunningHash
 from exporter.stream.layout import SEGMENT_ALIGNMENT, aligned, data_size, plan_parts, segment_alignment
 from exporter.stream.parts import PartSender
 from exporter.stream.ports import MultipartTarget, StreamListener
@@ -60,6 +62,7 @@ class WeightStream:
         self._fill: bytearray | None = None
         self._fill_number = 2
         self._finished = False
+        self._hasher: ThreadPoolExecutor | None = None
         self._zero_digests: dict[int, str] = {}
         self.part_size = 0
         """Bytes of a part; known after `open`."""
@@ -153,6 +156,7 @@ class WeightStream:
             header = build_header(ranges, names, base)
             whole = self._complete(header)
         self._finished = True
+        self._close()
         return Data.model_validate(
             {
                 "name": name,
@@ -173,6 +177,11 @@ class WeightStream:
         """Give everything back. Harmless when finished or aborted already; may come from another thread."""
         if self._sender is not None and not self._finished:
             self._sender.abort()
+        self._close()
+
+    def _close(self) -> None:
+        if self._hasher is not None:
+            self._hasher.shutdown(wait=False)
 
     # --- segments ---
 
@@ -201,12 +210,13 @@ class WeightStream:
         sender = self._opened()
         offset = aligned(self._end, segment_alignment(segment.alignment))
         self._append_zeros(offset - self._end)
-        sha256 = hashlib.sha256()
+        if self._hasher is None:
+            self._hasher = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+        running = RunningHash(self._hasher)
         for view in _views(segment):
-            sha256.update(view)
-            self._append(view)
+            self._append(view, running)
             sender.check()
-        self._table.record(segment, offset, sha256.hexdigest())
+        self._table.record(segment, offset, running.hexdigest())
 
     def _place(self, segment: Segment, sha256: str, content: memoryview | None) -> None:
         """Place a segment whose digest is known; content None means zeros."""
@@ -250,13 +260,19 @@ class WeightStream:
             self._append(memoryview(_ZEROS)[:step])
             count -= step
 
-    def _append(self, data: memoryview) -> None:
+    def _append(self, data: memoryview, running: RunningHash | None = None) -> None:
+        """Copy `data` into parts; `running` hashes the copy, since a reader may overwrite its chunk."""
         while data:
             start = self._end - self._fill_start()
             step = min(len(data), self.part_size - start)
-            self._filling()[start : start + step] = data[:step]
+            view = memoryview(self._filling())[start : start + step]
+            view[:] = data[:step]
             self._end += step
             data = data[step:]
+            if running is not None:
+                running.update(view)
+                if self._end - self._fill_start() == self.part_size:
+                    running.settle()  # an upload thread gives the buffer back to be filled again
             self._flush_if_full()
 
     def _flush_if_full(self) -> None:
