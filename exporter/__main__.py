@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(spec: ExportSpec, events: EventLog) -> int:
     """Perform one export; the exit status. The terminal event is written in any case."""
     os.umask(0o077)
+    if not spec.request.source.lower().startswith("hf:"):
+        os.environ["HF_HUB_OFFLINE"] = "1"
     with _scratch_folder() as scratch:
         attempt = _Attempt(spec, events, scratch)
         error = attempt.run()

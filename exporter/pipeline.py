@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from exporter.attempt import Keys, Rollback, commit, put_files, put_program
 from exporter.check.ports import StoredArtifact
-from exporter.contract.errors import WeightlessError
+from exporter.contract.errors import InternalError, WeightlessError
 from exporter.contract.events import EventLog
 from exporter.contract.manifest import (
     Data,
@@ -29,7 +29,7 @@ from exporter.contract.manifest import (
 from exporter.contract.spec import ExportSpec
 from exporter.lowering.ports import Lowered, Lowering, Plan
 from exporter.ports import Check, Interruption, Meter, Store
-from exporter.reporting import Stages, UploadEvents
+from exporter.reporting import Stages, UploadEvents, warn_of_waste
 from exporter.source.captured import Captured
 from exporter.source.ports import SourceTree
 from exporter.source.views import find_views
@@ -92,6 +92,7 @@ def _export(spec: ExportSpec, parts: Parts) -> tuple[Manifest, bytes]:
 
     with stages.during("uploading"):
         data = finish_data(stream, plan, lowered, ahead)
+        warn_of_waste(parts.events, stream, data)
 
     with stages.spanning("committing"):
         with parts.meter.stage("committing"):
@@ -113,6 +114,7 @@ def _export(spec: ExportSpec, parts: Parts) -> tuple[Manifest, bytes]:
             )
             content = manifest.canonical()
             commit(store, rollback, keys, content, spec)
+            parts.interruption.end()
     return manifest, content
 
 
@@ -164,6 +166,8 @@ def finish_data(stream: WeightStream, plan: Plan, lowered: Lowered, ahead: SendA
     ahead.join()
     if not plan.segments:
         if not lowered.appended:
+            if lowered.needs_data:
+                raise InternalError("the program asks for a data file, and the back end made none")
             return ()
         stream.open(lowered.appended)
     stream.send(lowered.appended)

@@ -53,5 +53,8 @@ class Interruption(Protocol):
     def check(self) -> None:
         """Raise if a stop was asked for."""
 
+    def end(self) -> None:
+        """The export is committed: nothing stops it any more."""
+
     def shield(self) -> AbstractContextManager[None]:
         """A context manager: inside, the export is not interrupted."""

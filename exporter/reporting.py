@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from exporter.contract.errors import WeightlessError
 from exporter.contract.events import EventLog, StageName
+from exporter.contract.manifest import Data
 from exporter.contract.objects import Upload
 from exporter.ports import Interruption, Meter
+from exporter.stream.multipart import WeightStream
+
+UNUSED = "unused:"
+"""Starts the key of a stored weight that no method asks for."""
 
 
 class Stages:
@@ -80,3 +85,19 @@ class UploadEvents:
 
     def _tell(self, upload: Upload, uri: str, part_size: int, state: str) -> None:
         self._events.emit("upload", upload_id=upload.id, uri=uri, part_size=part_size, state=state)
+
+
+def warn_of_waste(events: EventLog, stream: WeightStream, data: Sequence[Data]) -> None:
+    """A warning where more than 1% of the stored weights are asked for by no method, or were stored twice."""
+    stored = sum(segment.size for item in data for segment in item.segments)
+    unused = [
+        name.key for item in data for segment in item.segments for name in segment.names if name.key.startswith(UNUSED)
+    ]
+    if stream.unused_bytes > stored // 100:
+        text = f"{stream.unused_bytes} of {stored} stored bytes are asked for by no method"
+        events.emit("warning", code="unused-weights", message=text, details={"names": unused[:100]})
+    if stream.duplicate_bytes > stored // 100:
+        text = (
+            f"{stream.duplicate_bytes} of {stored} stored bytes were found to be duplicates only after they were sent"
+        )
+        events.emit("warning", code="duplicate-weights", message=text)

@@ -81,9 +81,11 @@ class HuggingFaceRecipe:
     def availability(self) -> str | None:
         """Why the recipe cannot run here: transformers without its exporters."""
         try:
-            import transformers.exporters.exporter_dynamo  # noqa: F401
+            exporters: Any = import_module("transformers.exporters.exporter_dynamo")
         except Exception as error:
             return f"transformers' exporters do not import: {type(error).__name__}"
+        if not hasattr(exporters.DynamoExporter, "export_program"):
+            return "transformers is too old: its exporters have no export_program"
         return None
 
     def capture(self, tree: SourceTree, options: HuggingFaceOptions, target: Target) -> Captured:

@@ -72,6 +72,8 @@ class CalmInterruption:
 
     def check(self) -> None: ...
 
+    def end(self) -> None: ...
+
     @contextmanager
     def shield(self) -> Iterator[None]:
         yield

@@ -51,6 +51,8 @@ class Interruption:
         if self.asked:
             raise Stopped
 
+    def end(self) -> None: ...
+
     @contextmanager
     def shield(self) -> Iterator[None]:
         yield
@@ -223,6 +225,8 @@ def test_an_unused_planned_segment_is_named_so(run: Any) -> None:
     )  # type: ignore[union-attr]
     assert [name.key for item in manifest.data[0].segments for name in item.names] == ["a", "unused:b"]
     assert manifest.resources.unused_bytes == 50
+    (warning,) = [event for event in done.events if event["type"] == "warning"]
+    assert (warning["code"], warning["details"]) == ("unused-weights", {"names": ["unused:b"]})
 
 
 def test_a_failed_stream_stops_the_compile(run: Any) -> None:
