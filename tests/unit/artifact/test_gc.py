@@ -17,6 +17,7 @@ from exporter.artifact.reap import UNKNOWN_AGE, reap
 from exporter.contract.errors import IllegalState
 from exporter.contract.objects import Capabilities, Upload
 from exporter.store.local import LocalStore
+from exporter.stream.index import IndexEntry, WeightIndex
 
 from .conftest import make_export
 
@@ -280,3 +281,22 @@ def test_recorded_uploads_are_enough_where_none_can_be_listed(store: Store) -> N
     found = reap(blind, running=set(), known={IDS[0]}, recorded=recorded, now=NOW, grace=60)
     assert found.aborted == tuple(recorded)
     assert list(store.real.list_uploads("")) == []
+
+
+def test_gc_reads_the_index_that_the_stream_writes(store: Store) -> None:
+    export = make_export([64])
+    key = f"weights/{IDS[0]}-1/model.ptd"
+    data = export.manifest.data[0].model_copy(
+        update={"urls": (store.real.uri(key),), "weight_set": "sha256:" + "1" * 64}
+    )
+    store.put(key, export.bytes_of("model.ptd"))
+    index = WeightIndex(store.real, IDS[1])
+    layout = "sha256:" + "2" * 64
+    entry = IndexEntry(key=key, part_size=4096, data=data)
+    assert index.add(layout, entry) is None
+    assert index.lease(entry) is True
+    assert store.sweep(active={IDS[1]}).marked == []
+    index.release(key)
+    assert store.sweep().marked == [f"weights/{IDS[0]}-1/"]
+    assert index.candidates(layout) == []
+    assert store.sweep(now=NOW + 2 * DAY).deleted == [key, f"weights/{IDS[0]}-1/gc.json"]
