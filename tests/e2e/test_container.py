@@ -90,7 +90,7 @@ def test_refuses_to_listen_beyond_loopback_without_authentication(container: Con
     assert "WEIGHTLESS_AUTH" in refused.stderr
 
 
-def test_serves_health_and_stops_on_sigterm(container: Container) -> None:
+def test_serves_health_and_pages_and_stops_on_sigterm(container: Container) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -100,6 +100,9 @@ def test_serves_health_and_stops_on_sigterm(container: Container) -> None:
     )
     try:
         assert _healthy(port, server) == 200
+        for path in ("/", "/static/weightless.css"):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+                assert len(answer.read()) > 1000
     finally:
         os.killpg(server.pid, 15)
         _, errors = server.communicate(timeout=30)
