@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 import threading
@@ -187,11 +188,23 @@ def serve(settings: Settings, *, command: Sequence[str] = COMMAND) -> None:
         timeout_keep_alive=75,  # longer than proxies keep theirs, so that it is they who close
         proxy_headers=False,
     )
+    _settle_memory()
     log.info("serving", url=settings.base_url, store=settings.store_uri, auth=",".join(settings.auth))
     try:
         Server(config, app.state.feed.stop).run()
     finally:
         database.dispose()
+
+
+def _settle_memory() -> None:
+    """Take what was imported out of the garbage collector's sight, and let it look less often.
+
+    A full collection over half a million imported objects stops every request for 0.1 to 0.4 s; measured with 500 open
+    streams, that was the 99th percentile of every call.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def main() -> int:

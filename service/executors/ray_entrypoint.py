@@ -35,7 +35,7 @@ export HOME="$d" TMPDIR="$d" XDG_CACHE_HOME="$d/cache" CUDA_CACHE_PATH="$d/cuda"
 """
 _FINISH = """status=$?; rm -rf "$d"; exit $status
 """
-RUN = f'{_PREPARE}cd "$d" && python -P -m exporter run --framed --spec-env {SPEC_VARIABLE}\n{_FINISH}'
+RUN = f'{_PREPARE}cd "$d" && "$p" -P -m exporter run --framed --spec-env {SPEC_VARIABLE}\n{_FINISH}'
 # Ray hides the GPUs of a job that asks for none; the description is to see them.
 DOCTOR = f'{_PREPARE}unset CUDA_VISIBLE_DEVICES; cd "$d" && python -P -m exporter doctor --json\n{_FINISH}'
 
