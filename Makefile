@@ -37,6 +37,7 @@ check: .venv/.dev  ## lint, format, types, import rules, workflow files, unit te
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	.github/check_workflows.sh $(BIN)
 	$(BIN)/python -m pytest -q tests/unit -m 'not slow'
 
 format: .venv/.dev
