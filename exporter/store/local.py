@@ -32,6 +32,8 @@ from exporter.store.local_files import DIRECTORY, NEW, pwrite, read_all, walk, w
 
 UPLOADS = ".uploads"
 """Directory, below the root, of uploads and temporary files; no key may start with it."""
+STALE = 24 * 3600
+"""Seconds after which a temporary file has no writer any more."""
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -48,6 +50,7 @@ class LocalStore:
         self.root = Path(os.path.normpath(path))
         self._base = "file://" + quote_path(str(self.root)).rstrip("/") + "/"
         self._lock = threading.Lock()
+        self._swept = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -181,6 +184,7 @@ class LocalStore:
         name = uuid.uuid4().hex + ".put"
         _checked(key)
         with wrapped(self._base), self._directory([UPLOADS], create=True) as directory:
+            self._sweep(directory)
             try:
                 write_new(directory, name, body)
                 if not self._publish(directory, name, key, replace=not if_absent):
@@ -345,6 +349,17 @@ class LocalStore:
                 return True
         raise StoreUnavailable(f"a directory below {self._base} keeps vanishing")
 
+    def _sweep(self, directory: int) -> None:
+        """Once for each store: remove what writers that were killed in the middle of a `put` left behind."""
+        with self._lock:
+            if self._swept:
+                return
+            self._swept = True
+        for name in os.listdir(directory):  # noqa: PTH208 (a descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                if name.endswith(".put") and _age(directory, name) > STALE:
+                    os.unlink(name, dir_fd=directory)
+
     def _discard(self, upload_id: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             with self._directory([UPLOADS, upload_id]) as directory:
@@ -369,6 +384,10 @@ def _check_part(part: Part, part_size: int) -> None:
 def _describe(key: str, found: os.stat_result) -> StoredObject:
     etag = f'"{found.st_mtime_ns:x}-{found.st_size:x}-{found.st_ino:x}"'
     return StoredObject(key, found.st_size, etag, None, found.st_mtime_ns / 1e9)
+
+
+def _age(directory: int, name: str) -> float:
+    return time.time() - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime
 
 
 def _append_line(directory: int, part: Part) -> None:

@@ -29,7 +29,7 @@ from exporter.store import crc
 from exporter.store.etag import is_md5, multipart_etag
 from exporter.store.keys import check_key, pack_metadata, relative_key, split_s3_uri
 from exporter.store.s3_body import as_body
-from exporter.store.s3_client import RetryPolicy, S3Client
+from exporter.store.s3_client import RetryPolicy, S3Client, endpoint_of
 from exporter.store.s3_errors import code_of, is_upload_gone
 from exporter.store.s3_profiles import Profile, profile_for
 from exporter.store.s3_reads import BucketReads
@@ -65,7 +65,7 @@ class S3Store:
         self._prefix = prefix + "/" if prefix else ""
         self._base = f"s3://{self._bucket}/{self._prefix}"
         self._spec = spec
-        self._profile = profile or profile_for(spec.profile, spec.endpoint)
+        self._profile = profile or profile_for(spec.profile, endpoint_of(spec))
         known = {"crc64nvme": True, "off": False, "auto": self._profile.crc64nvme}
         self._crc = known[spec.checksums]
         self._client = S3Client(spec, retry=retry, sleep=sleep, read_timeout=read_timeout)
@@ -324,7 +324,7 @@ class S3Store:
         return None if found is None else _without_mark(found)
 
     def _head(self, key: str) -> StoredObject | None:
-        found = self._reads.head(self._where(key)["Key"])
+        found = self._reads.head(self._where(key)["Key"], checksums=self._crc is True)
         return None if found is None else replace(found, key=key)
 
     def read(self, key: str, offset: int, length: int) -> bytes:

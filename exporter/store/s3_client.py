@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -67,8 +68,9 @@ class S3Client:
         self._client: Any = None
         self._made = 0
         self.retries = 0
-        if spec.endpoint is not None:
-            _check_endpoint(spec.endpoint)
+        self.endpoint = endpoint_of(spec)
+        if self.endpoint is not None:
+            _check_endpoint(self.endpoint)
 
     def client(self) -> Any:
         """The boto3 client, made on first use."""
@@ -81,13 +83,13 @@ class S3Client:
     def _make(self) -> Any:
         try:
             session = boto3.Session()
-            region = self._spec.region or session.region_name or ("us-east-1" if self._spec.endpoint else None)
+            region = self._spec.region or session.region_name or ("us-east-1" if self.endpoint else None)
             client = session.client(
                 "s3",
-                endpoint_url=self._spec.endpoint,
+                endpoint_url=self.endpoint,
                 region_name=region,
                 verify=self._spec.ca_bundle,
-                config=_config(self._spec, self._read_timeout),
+                config=_config(self._spec, self.endpoint, self._read_timeout),
             )
             # Stream bodies get "Expect: 100-continue", which costs a round trip for each part; some gateways never
             # answer it.
@@ -157,16 +159,21 @@ def _method(client: Any, operation: str) -> Callable[..., Any]:
 def _ours(error: Exception) -> bool:
     """Whether `error` comes from boto3, botocore or the network, and not from a mistake in this code."""
     root = type(error).__module__.split(".")[0]
-    return root in ("botocore", "boto3", "urllib3", "http", "ssl", "socket") or isinstance(error, OSError)
+    return root in ("awscrt", "boto3", "botocore", "http", "socket", "ssl", "urllib3") or isinstance(error, OSError)
 
 
-def _config(spec: StoreSpec, read_timeout: float) -> Config:
+def endpoint_of(spec: StoreSpec) -> str | None:
+    """The endpoint to speak to: the setting's, else the one in boto3's own variables; None is AWS."""
+    return spec.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
+def _config(spec: StoreSpec, endpoint: str | None, read_timeout: float) -> Config:
     addressing = spec.addressing
-    if addressing == "auto" and spec.endpoint is not None:
+    if addressing == "auto" and endpoint is not None:
         # Path style works on every store with an endpoint of its own; virtual hosts need a DNS entry for each bucket.
         addressing = "path"
     s3: Any = {"addressing_style": addressing}
-    if spec.endpoint is None or spec.endpoint.lower().startswith("https:"):
+    if endpoint is None or endpoint.lower().startswith("https:"):
         # Every body carries a CRC64NVME or Content-MD5 over TLS: a second hash of it would only cost time.
         s3["payload_signing_enabled"] = False
     return Config(

@@ -28,10 +28,11 @@ class BucketReads:
     def _place(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"
 
-    def head(self, key: str) -> StoredObject | None:
-        """What is stored under `key`, None if nothing."""
+    def head(self, key: str, *, checksums: bool = False) -> StoredObject | None:
+        """What is stored under `key`, None if nothing. With `checksums`, its CRC64NVME is asked for."""
+        mode = {"ChecksumMode": "ENABLED"} if checksums else {}
         try:
-            reply = self._client.call("HeadObject", self._place(key), Bucket=self._bucket, Key=key)
+            reply = self._client.call("HeadObject", self._place(key), Bucket=self._bucket, Key=key, **mode)
         except NotFound:
             return None
         return StoredObject(

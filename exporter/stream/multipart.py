@@ -14,6 +14,7 @@ from types import TracebackType
 
 from exporter.contract.errors import InternalError, StoreRejected, VerificationFailed, WeightlessError
 from exporter.contract.manifest import PTD_MEDIA_TYPE, Data
+from exporter.contract.objects import StoredObject
 from exporter.contract.segments import Chunk, Segment
 from exporter.stream.hashing import RunningHash
 from exporter.stream.layout import SEGMENT_ALIGNMENT, aligned, data_size, plan_parts, segment_alignment
@@ -302,7 +303,7 @@ class WeightStream:
         if self._fill is not None:
             body[len(header) : size] = memoryview(self._fill)[: self._end]
         stored, whole = sender.put(memoryview(body)[:size])
-        self._verify(size, None if stored is None else stored.size)
+        self._verify(size, whole, stored)
         return whole
 
     def _complete(self, header: bytes) -> str:
@@ -318,12 +319,16 @@ class WeightStream:
         body[len(header) :] = bytes(len(body) - len(header))
         sender.submit(1, body, len(body))
         stored, whole = sender.complete(self._fill_number - 1)
-        self._verify(self.part_size + self._end, stored.size)
+        self._verify(self.part_size + self._end, whole, stored)
         return whole
 
-    def _verify(self, sent: int, stored: int | None) -> None:
-        if stored != sent:
-            raise VerificationFailed(f"the store has {stored} bytes of {self._target.uri(self._key)}, not {sent}")
+    def _verify(self, size: int, whole: str, stored: StoredObject | None) -> None:
+        """What the store says of the object, as far as it says anything, is what was sent."""
+        if stored is None or stored.size != size:
+            there = None if stored is None else stored.size
+            raise VerificationFailed(f"the store has {there} bytes of {self._target.uri(self._key)}, not {size}")
+        if stored.crc64nvme not in (None, whole):
+            raise VerificationFailed(f"the store has another CRC64NVME of {self._target.uri(self._key)} than was sent")
 
 
 def _views(segment: Segment) -> Iterator[memoryview]:

@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="folder for the bytes; default: a temporary one")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # run as a file, not as a module
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         work = Path(name)

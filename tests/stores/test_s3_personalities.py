@@ -12,6 +12,7 @@ from exporter.contract.errors import StoreRejected, StoreUnavailable
 from exporter.contract.objects import Capabilities
 from exporter.contract.segments import Segment
 from exporter.contract.spec import StoreSpec
+from exporter.store.s3 import S3Store
 from exporter.store.s3_client import RetryPolicy
 from exporter.store.s3_profiles import PROFILES, profile_for
 from exporter.stream.crc import crc64nvme
@@ -95,6 +96,18 @@ def test_a_store_that_knows_crc64nvme_gets_it_for_each_part_and_the_whole(stub: 
     [complete] = [headers for operation, headers in seen if operation == "CompleteMultipartUpload"]
     assert complete["x-amz-checksum-crc64nvme"] == data.crc64nvme
     assert complete["x-amz-checksum-type"] == "FULL_OBJECT"
+    assert store.head(KEY).crc64nvme == data.crc64nvme
+
+
+def test_an_endpoint_from_boto3s_own_variables_counts(
+    stub: StubFactory, certificate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = stub(CEPH)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    store = S3Store(StoreSpec(uri="s3://bucket/p", ca_bundle=str(certificate[1])))
+    assert store.put("k", b"x", media_type=TYPE) is not None
+    assert not store.capabilities.crc64nvme  # asked, not taken for AWS
+    assert server.log == ["PutObject"]
 
 
 def test_checksums_asked_for_and_refused_name_the_setting(stub: StubFactory) -> None:

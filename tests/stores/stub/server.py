@@ -265,7 +265,10 @@ def _described(state: StubState, item: StubObject) -> dict[str, str]:
 
 def _head(state: StubState, key: str, query: Any, headers: Any, body: bytes) -> Reply:
     item = _object(state, key)
-    return 200, {**_described(state, item), "content-length": str(len(item.body))}, b""
+    reply = {**_described(state, item), "content-length": str(len(item.body))}
+    if headers.get("x-amz-checksum-mode") == "ENABLED" and state.personality.checksums == "verify":
+        reply |= {"x-amz-checksum-crc64nvme": item.crc64nvme, "x-amz-checksum-type": "FULL_OBJECT"}
+    return 200, reply, b""
 
 
 def _range(body: bytes, text: str) -> tuple[bytes, str]:

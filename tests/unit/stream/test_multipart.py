@@ -344,6 +344,22 @@ def test_a_fault_at_any_call_is_an_error_and_leaves_nothing(fault: Fault) -> Non
         assert len(left) == (1 if fault is Fault.LOST_REPLY and calls.calls[number - 1] == "create_upload" else 0)
 
 
+@pytest.mark.parametrize("size", [1000, 3 * PART])
+@pytest.mark.parametrize("wrong", [{"size": 1}, {"crc64nvme": "AAAAAAAAAAA="}])
+def test_a_store_that_has_something_else_than_was_sent_is_an_error(size: int, wrong: dict[str, Any]) -> None:
+    class Lying(MemoryStore):
+        def put(self, *args: Any, **options: Any) -> Any:
+            stored = super().put(*args, **options)
+            return stored and replace(stored, **wrong)
+
+        def complete_upload(self, *args: Any, **options: Any) -> Any:
+            return replace(super().complete_upload(*args, **options), **wrong)
+
+    store = Lying(f"memory://{uuid.uuid4().hex}", capabilities=Capabilities(min_part=1024))
+    with pytest.raises(VerificationFailed):
+        run(store, [segment("w", content("w", size))])
+
+
 def test_abort_from_another_thread_stops_the_stream() -> None:
     store, listener = memory(), Listener()
     reached, go_on = threading.Event(), threading.Event()
