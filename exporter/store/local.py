@@ -28,7 +28,7 @@ from exporter.contract.errors import (
 from exporter.contract.objects import Capabilities, Part, StoredObject, Upload
 from exporter.store import crc
 from exporter.store.keys import check_key, quote_path, relative_key
-from exporter.store.local_files import DIRECTORY, NEW, pwrite, read_all, walk, wrapped, write_new
+from exporter.store.local_files import DIRECTORY, NEW, names_in, pwrite, read_all, walk, wrapped, write_new
 
 UPLOADS = ".uploads"
 """Directory, below the root, of uploads and temporary files; no key may start with it."""
@@ -160,7 +160,7 @@ class LocalStore:
         with wrapped(self._base):
             try:
                 with self._directory([UPLOADS]) as directory:
-                    ids = sorted(name for name in os.listdir(directory) if _ID.fullmatch(name))  # noqa: PTH208 (a descriptor)
+                    ids = sorted(name for name in names_in(directory) if _ID.fullmatch(name))
             except FileNotFoundError:
                 return
         for name in ids:
@@ -355,7 +355,7 @@ class LocalStore:
             if self._swept:
                 return
             self._swept = True
-        for name in os.listdir(directory):  # noqa: PTH208 (a descriptor)
+        for name in names_in(directory):
             with contextlib.suppress(FileNotFoundError):
                 if name.endswith(".put") and _age(directory, name) > STALE:
                     os.unlink(name, dir_fd=directory)
@@ -363,7 +363,7 @@ class LocalStore:
     def _discard(self, upload_id: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             with self._directory([UPLOADS, upload_id]) as directory:
-                for name in os.listdir(directory):  # noqa: PTH208 (a descriptor)
+                for name in names_in(directory):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(name, dir_fd=directory)
             with self._directory([UPLOADS]) as directory:

@@ -30,6 +30,11 @@ def write_new(directory: int, name: str, body: bytes | memoryview) -> None:
         os.close(fd)
 
 
+def names_in(directory: int) -> list[str]:
+    """The names in an open directory."""
+    return os.listdir(directory)
+
+
 def read_all(directory: int, name: str) -> bytes:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     with os.fdopen(fd, "rb") as file:

@@ -143,20 +143,22 @@ class S3Store:
                     raise StoreRejected(f"the store holds other bytes than were sent for {self.uri(upload.key)}")
             return reply
 
-        reply = self._client.attempt(
-            "UploadPart", self.uri(upload.key), send, stop=lambda error: self._waits_for_part_1(error, known, number)
-        )
+        silences = 0
+
+        def waits_for_part_1(error: Exception) -> WeightlessError | None:
+            """A gateway that takes parts in order never answers any, since part 1 (the header) comes last."""
+            nonlocal silences
+            silences += isinstance(error, bc.ReadTimeoutError)
+            if number == 1 or known.answered or silences < 2:
+                return None
+            return StoreRejected(
+                f"the store twice did not answer part {number} before part 1 had come; it seems to want them in order",
+                hint="A streamed file's header is sent last. Use a store or gateway that takes parts in any order.",
+            )
+
+        reply = self._client.attempt("UploadPart", self.uri(upload.key), send, stop=waits_for_part_1)
         known.answered = True
         return Part(number, len(body), reply["ETag"], crc64nvme)
-
-    def _waits_for_part_1(self, error: Exception, known: _Open, number: int) -> WeightlessError | None:
-        """A gateway that takes parts in order never answers the first one, since part 1 (the header) comes last."""
-        if number == 1 or known.answered or not isinstance(error, bc.ReadTimeoutError):
-            return None
-        return StoreRejected(
-            f"the store did not answer part {number} while part 1 has not come; it seems to want parts in order",
-            hint="A streamed file's header is sent last. Use a store or gateway that takes parts in any order.",
-        )
 
     def copy_part(self, upload: Upload, number: int, source_key: str, offset: int, length: int) -> Part:
         """Make a part from a range of a stored object, inside the store."""

@@ -35,6 +35,8 @@ class BucketReads:
             reply = self._client.call("HeadObject", self._place(key), Bucket=self._bucket, Key=key, **mode)
         except NotFound:
             return None
+        if "ContentLength" not in reply:
+            raise StoreUnavailable(f"the store did not say how large {self._place(key)} is")
         return StoredObject(
             key,
             reply["ContentLength"],

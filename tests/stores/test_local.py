@@ -188,3 +188,13 @@ def test_an_unknown_kind_of_store_is_refused() -> None:
     for uri in ("ftp://x", "http://169.254.169.254/", "", "/plain/path", "S4://x"):
         with pytest.raises(InvalidRequest):
             open_store(StoreSpec(uri=uri))
+
+
+def test_what_killed_writers_left_is_swept_when_it_is_old(store: LocalStore) -> None:
+    store.put("k", b"x", media_type=TYPE)
+    old, new = (store.root / UPLOADS / name for name in ("old.put", "new.put"))
+    for path in (old, new):
+        path.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    LocalStore(f"file://{store.root}").put("k2", b"x", media_type=TYPE)
+    assert [old.exists(), new.exists()] == [False, True]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from exporter.contract.errors import StoreRejected, WeightlessError
+from exporter.contract.errors import WeightlessError
 from exporter.store.s3_client import RetryPolicy
 from exporter.stream.crc import crc64nvme
 from exporter.stream.multipart import WeightStream
@@ -97,14 +97,10 @@ def test_a_fault_that_stays_at_one_operation_is_a_clean_failure(stub: StubFactor
 
 
 @pytest.mark.parametrize("number", range(1, 9))
-def test_a_silent_server_is_given_up_in_bounded_time(stub: StubFactory, number: int) -> None:
+def test_one_silence_at_any_request_is_not_noticed(stub: StubFactory, number: int) -> None:
     server, store = stub(CEPH, read_timeout=0.3, retry=RetryPolicy(attempts=3, base=0.0))
     server.faults = {number: Fault.SILENT}
-    if number == 2:  # the first part: nothing tells the silence from a gateway that waits for part 1
-        with pytest.raises(StoreRejected, match="in order"):
-            send(store)
-    else:
-        check(server, send(store))
+    check(server, send(store))
     assert len(server.state.uploads) == 0
 
 
