@@ -6,6 +6,7 @@ between, whatever the busy timeout. Every write therefore starts with BEGIN IMME
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import threading
 from collections.abc import Callable, Iterator
@@ -61,9 +62,9 @@ class Database:
         """A transaction that may write: committed at the end, rolled back on any error."""
         if self.sqlite:
             with (
+                _wrapped(),
                 self._turn,
                 self._file_turn(),
-                _wrapped(),
                 self.engine.connect().execution_options(immediate=True) as connection,
                 connection.begin(),
             ):
@@ -145,6 +146,10 @@ def _wrapped() -> Iterator[None]:
         yield
     except WeightlessError:
         raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull("the database's disk is full") from error
+        raise InternalError(f"the database's directory cannot be used: {error.strerror}") from error
     except OperationalError as error:
         if "full" in str(error.orig):
             raise DiskFull("the database's disk is full") from error

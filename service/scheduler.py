@@ -41,6 +41,7 @@ from service.running import Gone, Running, Timing
 log = structlog.get_logger(__name__)
 
 MAX_BACKOFF = 60.0
+STUCK_SECONDS = 600.0
 STORE_PATIENCE = 120.0
 """How long the store is asked what became of a lost attempt before the attempt counts as failed."""
 
@@ -75,8 +76,9 @@ class Scheduler:
         self._stop = threading.Event()
         self._draining = threading.Event()
         self._evicting = threading.Event()
-        self._renewed = 0.0
-        self._beaten = 0.0
+        self._ticked = 0.0
+        self._lost: set[tuple[str, int]] = set()
+        self._leaser = threading.Thread(target=self._keep_leases, name="leases", daemon=True)
         self._reporter = threading.Thread(target=self._keep_describing, name="executor-report", daemon=True)
 
     @property
@@ -97,7 +99,13 @@ class Scheduler:
 
     def run(self) -> None:
         """Take over what an earlier process left, then tick until stopped."""
-        self.begin()
+        while not self._stop.is_set():
+            try:
+                self.begin()
+                break
+            except WeightlessError as error:
+                log.error("the scheduler cannot begin and tries again", error=error.message)
+                self._stop.wait(1.0)
         while not self._stop.wait(self._timing.tick):
             try:
                 self.tick()
@@ -116,7 +124,9 @@ class Scheduler:
         for export in adopted:
             log.info("attempt found again", export=export.id, attempt=export.attempt)
             self._watch(export, self._executor.attach(export.id, export.attempt), _slot_index(export))
+        self._ticked = time.monotonic()
         self._reporter.start()
+        self._leaser.start()
 
     def drain(self) -> None:
         """Claim nothing more."""
@@ -134,7 +144,12 @@ class Scheduler:
     def tick(self) -> None:
         """One round: leases, cancellations, each attempt, new claims, exports whose scheduler is gone."""
         now = self._clock()
-        self._keep_leases(now)
+        self._ticked = time.monotonic()
+        while self._lost:
+            export_id, attempt = self._lost.pop()
+            lost = self._running.get(export_id)
+            if lost is not None and lost.export.attempt == attempt:
+                self._forget(lost)
         for export_id in self._queue.cancelled(self._name):
             if export_id in self._running:
                 self._ask_to_stop(self._running[export_id], Cancelled("the export was cancelled on request"), now)
@@ -152,16 +167,21 @@ class Scheduler:
             self._claim_all(now)
             self._take_expired()
 
-    def _keep_leases(self, now: float) -> None:
-        if now - self._beaten >= min(10.0, self._timing.lease / 3):
-            self._table.beat(self._executor.id, busy=self.busy, draining=self._draining.is_set())
-            self._beaten = now
-        if now - self._renewed < self._timing.lease / 3:
-            return
-        kept = self._queue.renew(self._name, list(self._running), self._timing.lease)
-        self._renewed = now
-        for export_id in set(self._running) - kept:
-            self._forget(self._running[export_id])
+    def _keep_leases(self) -> None:
+        """Renew leases and the heartbeat, in a thread of its own: a store that is slow to answer must not cost a lease.
+
+        A loop that has not come round for `STUCK_SECONDS` is taken for dead, and its exports are let go.
+        """
+        while not self._stop.wait(min(10.0, self._timing.lease / 3)):
+            if time.monotonic() - self._ticked > STUCK_SECONDS:
+                continue
+            held = {running.export.id: running.export.attempt for running in list(self._running.values())}
+            try:
+                self._table.beat(self._executor.id, busy=len(held), draining=self._draining.is_set())
+                kept = self._queue.renew(self._name, list(held), self._timing.lease)
+                self._lost |= {(export_id, attempt) for export_id, attempt in held.items() if export_id not in kept}
+            except WeightlessError as error:
+                log.warning("leases could not be renewed", error=error.message)
 
     def _claim_all(self, now: float) -> None:
         claimer = self.claimer

@@ -23,8 +23,11 @@ LABEL_SHARE = 0.001
 """How much of a custom resource such as `cuda-13.0` an export takes: it is a mark, not a quantity."""
 
 # TERM must not end the shell before its child; a trap that does something is reset in the child, unlike an ignored
-# signal. `unset` sees plain identifiers only.
+# signal. `unset` sees plain identifiers only. The interpreter is the one that Ray itself runs on, which is found by the
+# library that the job's supervisor has loaded: PATH often names another one, or none.
 _PREPARE = f"""umask 077; ulimit -c 0; trap : TERM INT HUP
+p=$(sed -n 's|.* \\(/.*\\)/lib/python[^/]*/[a-z]*-packages/ray/_raylet[.]so$|\\1/bin/python|p' /proc/$PPID/maps)
+p=$(printf '%s\\n' "$p" | head -n 1); [ -x "$p" ] || p=python
 for n in $(env | sed -n 's/^\\([A-Za-z_][A-Za-z0-9_]*\\)=.*/\\1/p'); do
 case $n in HOME|TMPDIR|{SPEC_VARIABLE}|{"|".join(sorted(NAMES))}|{"|".join(f"{prefix}*" for prefix in PREFIXES)}) ;;
 *) unset "$n" ;; esac; done
@@ -37,7 +40,7 @@ _FINISH = """status=$?; rm -rf "$d"; exit $status
 """
 RUN = f'{_PREPARE}cd "$d" && "$p" -P -m exporter run --framed --spec-env {SPEC_VARIABLE}\n{_FINISH}'
 # Ray hides the GPUs of a job that asks for none; the description is to see them.
-DOCTOR = f'{_PREPARE}unset CUDA_VISIBLE_DEVICES; cd "$d" && python -P -m exporter doctor --json\n{_FINISH}'
+DOCTOR = f'{_PREPARE}unset CUDA_VISIBLE_DEVICES; cd "$d" && "$p" -P -m exporter doctor --json\n{_FINISH}'
 
 
 def job_id(export_id: str, attempt: int) -> str:

@@ -362,6 +362,23 @@ def test_a_process_whose_export_went_to_another_scheduler_is_ended(place: Place,
     assert place.jobs.get(export.id) == taken
 
 
+def test_leases_are_kept_while_the_loop_waits_and_given_up_when_lost(place: Place, make: Make) -> None:
+    export = place.submit(make("fine", seconds=600.0))
+    with place.scheduler(timing=Timing(tick=0.02, lease=1.0)) as scheduler:
+        place.until(scheduler, lambda: place.state(export) is State.RUNNING)
+        before = place.jobs.get(export.id).lease_until
+        time.sleep(1.5)  # no tick: a store that is slow to answer
+        after = place.jobs.get(export.id).lease_until
+        assert before is not None
+        assert after is not None
+        assert after > before
+        other = JobQueue(place.database, clock=lambda: time.time() + 3600)
+        [taken] = other.take_expired(Claimer("other", "elsewhere", frozenset()), 7200.0)
+        place.until(scheduler, lambda: scheduler.busy == 0)
+        assert processes_in(place.folder(export)) == []
+    assert place.jobs.get(export.id) == taken
+
+
 def test_a_data_directory_has_one_executor(place: Place) -> None:
     with place.scheduler(), pytest.raises(WeightlessError, match="another service"):
         LocalExecutor(place.settings.data_dir, command=CHILD)
