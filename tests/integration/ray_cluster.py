@@ -88,7 +88,7 @@ class RayCluster:
     def _ray(self, *arguments: str) -> None:
         self._nodes += 1
         environment = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": os.defpath,
             "HOME": str(self.folder),
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "integration" / "ray_node"), str(ROOT)]),
             "OMP_NUM_THREADS": "1",
