@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     output = _take_output()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("botocore").setLevel(logging.WARNING)
     if options.command == "doctor":
         return _doctor(output, as_json=options.json)
     events = EventLog(partial(_write_all, output), framed=options.framed)

@@ -62,6 +62,10 @@ class Rollback:
         self._keys.append(key)
         return stream
 
+    def let_go(self, stream: WeightStream) -> None:
+        """Forget a finished stream and what it holds; its object stays remembered."""
+        self._streams.remove(stream)
+
     def of_key(self, key: str) -> None:
         """Remember an object, before it is written."""
         self._keys.append(key)

@@ -7,6 +7,7 @@ the commit: before it nothing is visible, after it everything is.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from exporter.contract.manifest import (
     ExportInfo,
     Manifest,
     Program,
-    Resources,
     Source,
     Toolchain,
     Verification,
@@ -93,14 +93,19 @@ def _export(spec: ExportSpec, parts: Parts) -> tuple[Manifest, bytes]:
     with stages.during("uploading"):
         data = finish_data(stream, plan, lowered, ahead)
         warn_of_waste(parts.events, stream, data)
+        moved = moved_bytes(stream)
 
     with stages.spanning("committing"):
         with parts.meter.stage("committing"):
             program = put_program(store, rollback, keys, lowered)
             files = put_files(store, rollback, keys, captured)
+        # Everything is in the store: let go of the weights that a back end packed before a second process loads them.
+        rollback.let_go(stream)
+        del captured, lowered, stream, ahead
+        gc.collect()  # graphs are cycles
 
         with stages.during("verifying"):
-            verification = verify(parts.check, program, keys, plan, data, lowered)
+            verification = verify(parts.check, program, keys, plan, data)
 
         with parts.meter.stage("committing"), parts.interruption.shield():
             manifest = Manifest(
@@ -109,7 +114,7 @@ def _export(spec: ExportSpec, parts: Parts) -> tuple[Manifest, bytes]:
                 data=data,
                 files=files,
                 toolchain=parts.toolchain,
-                resources=with_stream(parts.meter.resources(), stream),
+                resources=parts.meter.resources().model_copy(update=moved),
                 verification=verification,
             )
             content = manifest.canonical()
@@ -175,24 +180,22 @@ def finish_data(stream: WeightStream, plan: Plan, lowered: Lowered, ahead: SendA
 
 
 def verify(
-    check: Check | None, program: Program, keys: Keys, plan: Plan, data: Sequence[Data], lowered: Lowered
+    check: Check | None, program: Program, keys: Keys, plan: Plan, data: Sequence[Data]
 ) -> tuple[Verification, ...]:
     """Run the check on what is stored now; without one, say so for each method."""
     if check is None:
-        return tuple(Verification(method=m.name, status="skipped", reason="not asked for") for m in lowered.methods)
+        return tuple(Verification(method=m.name, status="skipped", reason="not asked for") for m in program.methods)
     stored = [(keys.data(plan.name), item) for item in data]
     return tuple(check.verify(StoredArtifact(program, keys.absolute(program.urls[0]), stored)))
 
 
-def with_stream(resources: Resources, stream: WeightStream) -> Resources:
-    """The resources with what the stream moved."""
-    return resources.model_copy(
-        update={
-            "bytes_uploaded": stream.bytes_sent,
-            "unused_bytes": stream.unused_bytes,
-            "duplicate_bytes": stream.duplicate_bytes,
-        }
-    )
+def moved_bytes(stream: WeightStream) -> dict[str, int]:
+    """The manifest's `resources` that the stream knows."""
+    return {
+        "bytes_uploaded": stream.bytes_sent,
+        "unused_bytes": stream.unused_bytes,
+        "duplicate_bytes": stream.duplicate_bytes,
+    }
 
 
 def describe_export(spec: ExportSpec, tree: SourceTree) -> ExportInfo:
