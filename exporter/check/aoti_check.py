@@ -120,6 +120,8 @@ class AotiCheck:
             return "no GPU"
         if any(len(found) != 1 for found in delegates.values()):
             return "a method is split into several delegates"
+        if any(found[0].inputs is None for found in delegates.values()):
+            return "a method has operators outside of its delegate"
         needed = sum(segment.size for _, data in artifact.data for segment in data.segments) + SPARE_GPU_BYTES
         free = torch.cuda.mem_get_info()[0]
         if needed > free:
@@ -146,10 +148,16 @@ class AotiCheck:
         delegates: Mapping[str, list[Delegate]],
         cases: Sequence[_Case],
     ) -> Sequence[Verification]:
+        assert self._captured is not None
         used = {method: found[0] for method, found in delegates.items() if any(case.method == method for case in cases)}
         keys = list(dict.fromkeys(constant.key for delegate in used.values() for constant in delegate.constants))
         order = self._stored_order(artifact, keys)
-        _write_request(folder, used, cases, order)
+        written = {
+            name
+            for program in self._captured.programs.values()
+            for name in program.graph_signature.buffers_to_mutate.values()
+        }
+        _write_request(folder, used, cases, order, written)
         command = [sys.executable, "-m", "exporter.check.aoti_child", str(folder)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             assert child.stdin is not None
@@ -269,9 +277,16 @@ def _on_gpu(tensor: torch.Tensor, read: Callable[[], Iterator[Chunk]], from_sour
 
 
 def _write_request(
-    folder: Path, used: Mapping[str, Delegate], cases: Sequence[_Case], order: Mapping[str, list[str]]
+    folder: Path,
+    used: Mapping[str, Delegate],
+    cases: Sequence[_Case],
+    order: Mapping[str, list[str]],
+    written: set[str],
 ) -> None:
-    """Write what the child reads before the weights come: `request.json`, the libraries, tensors. Nothing pickled."""
+    """Write what the child reads before the weights come: `request.json`, the libraries, tensors. Nothing pickled.
+
+    `written` are FQNs of buffers that a method changes: equal ones are stored once, but each needs memory of its own.
+    """
     tensors: dict[str, torch.Tensor] = {}
 
     def encode(values: Sequence[object]) -> list[str]:
@@ -291,13 +306,17 @@ def _write_request(
             {
                 "method": case.method,
                 "library": library,
-                "inputs": encode(case.inputs),
-                "outputs": encode(case.outputs),
+                "inputs": encode([case.inputs[position] for position in delegate.inputs or ()]),
+                "outputs": encode([case.outputs[position] for position in delegate.outputs or ()]),
                 "constants": [constant.as_dict() for constant in delegate.constants],
             }
         )
     sizes = {constant.key: constant.nbytes for delegate in used.values() for constant in delegate.constants}
-    storages = [{"size": sizes[held[0]], "keys": held} for held in order.values()]
+    fqns = {constant.key: constant.fqn for delegate in used.values() for constant in delegate.constants}
+    storages = [
+        {"size": sizes[held[0]], "keys": held, "own": [key for key in held if fqns[key] in written]}
+        for held in order.values()
+    ]
     save_file(tensors, folder / TENSORS)
     (folder / REQUEST).write_text(json.dumps({"methods": methods, "storages": storages}), encoding="utf-8")
 

@@ -63,6 +63,7 @@ def _read_storages(wanted: list[dict[str, Any]], source: BinaryIO) -> dict[str, 
             made[at : at + count].copy_(buffer[:count])
             at += count
         found.update(dict.fromkeys(storage["keys"], made))
+        found.update({key: made.clone() for key in storage["own"]})
     return found
 
 

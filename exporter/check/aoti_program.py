@@ -64,10 +64,16 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Delegate:
-    """One AOTInductor library and the constants that it asks for."""
+    """One AOTInductor library and the constants that it asks for.
+
+    `inputs` are the method's inputs that it takes, in its own order, `outputs` the method's outputs that it gives; None
+    where its arguments come from or go to other operators.
+    """
 
     library: bytes
     constants: tuple[Constant, ...]
+    inputs: tuple[int, ...] | None = None
+    outputs: tuple[int, ...] | None = None
 
 
 def decode_payload(payload: bytes) -> tuple[str, tuple[Constant, ...]]:
@@ -116,12 +122,42 @@ def find_delegates(program: bytes) -> dict[str, list[Delegate]]:
     found: dict[str, list[Delegate]] = {}
     for plan in parsed.program.execution_plan:
         delegates = found.setdefault(plan.name, [])
-        for delegate in plan.delegates:
+        for index, delegate in enumerate(plan.delegates):
             if delegate.id != "CudaBackend" or delegate.processed.location != DataLocation.INLINE:
                 continue
             payload = parsed.program.backend_delegate_data[delegate.processed.index].data
             key, constants = decode_payload(bytes(payload))
             if named is None or key not in named.pte_data:
                 raise VerificationFailed(f"method {plan.name} names a library that the program lacks", kind="format")
-            delegates.append(Delegate(bytes(named.buffers[named.pte_data[key].buffer_index]), constants))
+            library = bytes(named.buffers[named.pte_data[key].buffer_index])
+            delegates.append(Delegate(library, constants, *_routes(plan, index)))
     return found
+
+
+def _routes(plan: Any, index: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Which method inputs and outputs the delegate's arguments are, seen through copies between host and device."""
+    copied: dict[int, int] = {}
+    arguments: list[int] = []
+    for instruction in plan.chains[0].instructions:
+        call = instruction.instr_args
+        if hasattr(call, "delegate_index") and call.delegate_index == index:
+            arguments = list(call.args)
+        elif hasattr(call, "op_index") and plan.operators[call.op_index].name.startswith("et_copy::"):
+            copied.update({place: call.args[0] for place in call.args[1:] if place != call.args[0]})
+
+    def origin(place: int) -> int:
+        while place in copied:
+            place = copied[place]
+        return place
+
+    given = {place: position for position, place in enumerate(plan.inputs)}
+    wanted = {origin(place): position for position, place in enumerate(plan.outputs)}
+    inputs, outputs = [], []
+    for place in arguments:
+        if origin(place) in given:
+            inputs.append(given[origin(place)])
+        elif place in wanted:
+            outputs.append(wanted[place])
+        else:
+            return None, None
+    return tuple(inputs), tuple(outputs)

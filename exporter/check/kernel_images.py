@@ -35,11 +35,19 @@ def kernel_images(library: bytes) -> frozenset[KernelImage]:
 
 
 def uncovered(library: bytes, arch: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `arch` that no image can run on: no machine code of theirs, and no PTX of theirs or an older one."""
+    """Those of `arch` that no image can run on: no machine code of theirs, and no PTX of an older one.
+
+    PTX of sm_90 and later is architecture-specific as Triton writes it (sm_90a) and compiles for nothing newer.
+    """
     images = kernel_images(library)
     sass = {image.arch for image in images if image.kind == "sass"}
     ptx = [_number(image.arch) for image in images if image.kind == "ptx"]
-    return tuple(name for name in arch if name not in sass and not any(have <= _number(name) for have in ptx))
+    numbers = {_number(name) for name in sass}
+
+    def runs(number: int) -> bool:
+        return number in numbers or any(have == number or (have < number and have < 90) for have in ptx)
+
+    return tuple(name for name in arch if not runs(_number(name)))
 
 
 def _number(arch: str) -> int:

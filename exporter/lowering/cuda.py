@@ -8,6 +8,7 @@ matched with a planned segment by the identity of its stand-in. What it made its
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from exporter.contract.errors import (
 from exporter.contract.manifest import Method
 from exporter.contract.segments import MAX_CHUNK, Chunk, Segment, SegmentName
 from exporter.contract.spec import Target
+from exporter.lowering.compile_workers import return_freed_memory, small_workers
 from exporter.lowering.cpu import program_values
 from exporter.lowering.cuda_target import check_target, compile_specs, shared_memory_limit
 from exporter.lowering.phantom import ElsewhereData, HeldData, Phantoms, phantom_weights
@@ -38,15 +40,16 @@ from exporter.lowering.weights import WeightSet, collect_weights, fill_from_sour
 from exporter.source.captured import Captured
 from exporter.source.program_copy import copy_program
 
+_log = logging.getLogger(__name__)
+
 DATA_NAME = "aoti_cuda_blob.ptd"
 """Upstream's name for the external data of a CUDA program, with the suffix that its writer adds."""
 _TAG = "aoti_cuda_blob"
 RESERVE_BYTES = 64 * 2**20
 """Room in the part plan for constants that the compiler makes, beyond the tensors that stay real."""
 
-COMPILE_THREADS = 4
-"""Compile workers of Inductor. Each holds about 70 MiB, and by default there is one per core: with 16 they were more than
-the export itself. Most of a compile waits for the tuning on the GPU."""
+COMPILE_THREADS = 3
+"""Compile workers of Inductor. By default there is one per core, each of about 150 MiB: more than the export itself."""
 
 
 def storage_key(fqn: str) -> str:
@@ -80,7 +83,7 @@ class CudaLowering:
 
     def lower(self, captured: Captured, progress: Progress) -> Lowered:
         """Compile copies of the programs that share their tensors; only small tensors of the source were filled in."""
-        with _wrapped_errors():
+        with _wrapped_errors(self._target):
             if not self._target.low_memory_mode:
                 return self._lower_as_upstream(captured, progress)
             if self._weights is None:
@@ -89,23 +92,28 @@ class CudaLowering:
             return self._lower_with_phantoms(captured, self._weights, progress)
 
     def _lower_with_phantoms(self, captured: Captured, weights: WeightSet, progress: Progress) -> Lowered:
-        phantoms = Phantoms(weights, on_method=_counter(captured, progress))
+        return_freed_memory()
+        methods = _Methods(list(captured.programs), progress)
+        phantoms = Phantoms(weights, on_method=methods.begin)
         with ExitStack() as stack:
-            stack.enter_context(_inductor_settings(self._threads))
-            stack.enter_context(compile_folder())
+            # The seams are checked first, while every name is still upstream's.
             stack.enter_context(phantom_weights(phantoms))
+            stack.enter_context(small_workers(self._threads, methods.at_last))
+            stack.enter_context(compile_folder())
             stack.enter_context(shared_memory_limit(self._target))
+            stack.enter_context(inductor_settings())
             manager = self._compile(captured, lambda programs: fill_outside(programs, weights))
+        methods.end()
         used, appended = _match(_external_entries(manager))
-        largest = phantoms.largest_kernel
+        largest = weights.largest()
         details: dict[str, str | int] = {
             "appendedBytes": sum(segment.size for segment in appended),
-            "largestKernel": largest.name,
-            "largestKernelWeightBytes": largest.weight_bytes,
-            "largestWeight": found.fqn if (found := weights.largest()) else "",
-            "largestWeightBytes": found.layout.nbytes if found else 0,
+            "largestKernel": phantoms.largest_kernel.name,
+            "largestWeight": largest.fqn if largest else "",
+            "largestWeightBytes": largest.layout.nbytes if largest else 0,
             "gpuPeakAllocatedBytes": _gpu_peak(),
         }
+        _log.info("GPU peak %(gpuPeakAllocatedBytes)d bytes, set by kernel %(largestKernel)s", details)
         return _lowered(manager, captured, appended, used, details)
 
     def _lower_as_upstream(self, captured: Captured, progress: Progress) -> Lowered:
@@ -232,28 +240,35 @@ def _method(name: str, program: ExportedProgram) -> Method:
     return Method(name=name, inputs=inputs, outputs=outputs, delegates=("CudaBackend",))
 
 
-def _counter(captured: Captured, progress: Progress) -> Callable[[], None]:
-    """Reports a method as started each time the back end moves a program to the device."""
-    methods = list(captured.programs)
-    state = {"done": 0}
+class _Methods:
+    """Reports each method as it begins: the back end moves one program to the device after the other."""
 
-    def moved() -> None:
-        done = min(state["done"], len(methods) - 1)
-        progress.step("compiling", methods[done], done, len(methods))
-        state["done"] += 1
+    def __init__(self, names: list[str], progress: Progress) -> None:
+        self._names = names
+        self._progress = progress
+        self._begun = 0
 
-    return moved
+    def begin(self) -> None:
+        """The next method's program is moved. A method in several delegates is moved several times."""
+        done = min(self._begun, len(self._names) - 1)
+        self._progress.step("compiling", self._names[done], done, len(self._names))
+        self._begun += 1
+
+    def at_last(self) -> bool:
+        """Whether the last method has begun."""
+        return self._begun >= len(self._names)
+
+    def end(self) -> None:
+        """All are compiled."""
+        self._progress.step("compiling", self._names[-1], len(self._names), len(self._names))
 
 
 @contextmanager
-def _inductor_settings(threads: int | None) -> Iterator[None]:
-    """What upstream's own exporters set (the wrapper only launches kernels and need not be optimised), and threads."""
+def inductor_settings() -> Iterator[None]:
+    """What upstream's own exporters set: the wrapper only launches kernels and need not be optimised."""
     from torch._inductor import config
 
-    settings: dict[str, object] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-    if threads is not None:
-        settings["compile_threads"] = threads
-    with config.patch(settings):
+    with config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
         yield
 
 
@@ -262,7 +277,7 @@ def _gpu_peak() -> int:
 
 
 @contextmanager
-def _wrapped_errors() -> Iterator[None]:
+def _wrapped_errors(target: Target) -> Iterator[None]:
     """Foreign exceptions of a compile as errors of ours; what they said is kept as the cause."""
     try:
         yield
@@ -281,10 +296,10 @@ def _wrapped_errors() -> Iterator[None]:
             raise DiskFull("no space is left for the compiler's files", stage="compiling") from error
         raise InternalError(f"compiling failed: {_first_line(error)}", stage="compiling") from error
     except Exception as error:
-        raise _classified(error) from error
+        raise _classified(error, target) from error
 
 
-def _classified(error: Exception) -> WeightlessError:
+def _classified(error: Exception, target: Target) -> WeightlessError:
     text = str(error)
     if "missing fallback kernels" in text:
         operators = sorted(line.strip(" -") for line in text.splitlines() if line.lstrip().startswith("- "))
@@ -295,11 +310,18 @@ def _classified(error: Exception) -> WeightlessError:
             method=method,
             operators=operators,
         )
-    if "No valid triton configs" in text or "shared memory" in text:
+    no_candidate = "No valid triton configs" in text or "No choices to select" in text or "out of resource" in text
+    if no_candidate and target.shared_memory_bytes is not None:
         return ToolchainMismatch(
             f"no kernel candidate fits the shared memory of the target: {_first_line(error)}",
             hint="Raise target.sharedMemoryBytes, or leave it out.",
             stage="compiling",
+        )
+    if no_candidate:
+        return UnsupportedModel(
+            f"no Triton kernel can be built for an operator of the model: {_first_line(error)}",
+            stage="compiling",
+            operators=[],
         )
     if "out of memory" in text and "CUDA" in text:
         return GpuOutOfMemory(f"the GPU ran out of memory while compiling: {_first_line(error)}", stage="compiling")

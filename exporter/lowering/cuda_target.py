@@ -50,17 +50,17 @@ def check_target(target: Target) -> None:
 def check_arch(arch: tuple[str, ...], capability: tuple[int, int]) -> None:
     """`ToolchainMismatch` where kernels for `arch` cannot come from a GPU of `capability` (major, minor).
 
-    Kernels are tuned and compiled on the local GPU. With multi-arch on, the fat binary carries its machine code and PTX,
-    which newer GPUs compile at load; older ones cannot, and architecture-specific targets (``sm_90a``) have no PTX.
+    Kernels are tuned and compiled on the local GPU. Up to sm_89 the fat binary carries PTX that newer GPUs compile at
+    load; from Hopper on, Triton's code is architecture-specific (sm_90a), in PTX too, and runs on nothing else.
     """
     local = capability[0] * 10 + capability[1]
-    others = []
     for name in arch:
-        digits = name.removeprefix("sm_").rstrip("af")
-        if int(digits) < local or (int(digits) > local and not name[-1].isdigit()):
-            raise ToolchainMismatch(f"{name} cannot be built on this machine's sm_{local}")
-        if int(digits) > local:
-            others.append(name)
+        number = int(name.removeprefix("sm_").rstrip("af"))
+        if number < local or (number > local and (local >= 90 or not name[-1].isdigit())):
+            raise ToolchainMismatch(
+                f"{name} cannot be built on this machine's sm_{local}",
+                hint=f"Ask for sm_{local}, or send the export to an executor with such a GPU.",
+            )
     if arch and not multi_arch():
         raise ToolchainMismatch(
             f"target.arch asks for {', '.join(arch)}, but multi-arch kernels are off here: no ptxas of torch's CUDA "

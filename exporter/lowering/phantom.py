@@ -31,6 +31,8 @@ from exporter.lowering.weights import PHANTOM_BYTES, Weight, WeightSet, state_ta
 
 _CUDA = "executorch.backends.cuda.cuda_backend"
 _COLLECTOR = "executorch.backends.cuda.cuda_weight_collector"
+_HEURISTICS = "torch._inductor.runtime.triton_heuristics"
+_SELECT = "torch._inductor.select_algorithm"
 _ACTIVE = threading.Lock()
 
 
@@ -99,10 +101,10 @@ class HeldData(FileBackedData):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class KernelUse:
-    """The kernel whose weights are largest together, as the autotuner ran it: it bounds the GPU memory of a compile."""
+    """The kernel whose tuning raised the GPU peak last, and that peak in bytes: it bounds the memory of a compile."""
 
     name: str = ""
-    weight_bytes: int = 0
+    gpu_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -199,12 +201,11 @@ class Phantoms:
         Path(path).unlink(missing_ok=True)
         return self._data.pop(path)
 
-    def saw_kernel(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """The autotuner is about to run `name` on these arguments; keeps the one with most weight bytes."""
-        seen = {tensor.untyped_storage()._cdata for tensor in tensors}
-        used = sum(self._by_storage[place].layout.nbytes for place in seen if place in self._by_storage)
-        if used > self.largest_kernel.weight_bytes:
-            self.largest_kernel = KernelUse(name, used)
+    def saw_kernel(self, name: str) -> None:
+        """`name` was just run for its tuning, on arguments of full size; keeps it if it raised the GPU peak."""
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        if peak > self.largest_kernel.gpu_bytes:
+            self.largest_kernel = KernelUse(name, peak)
 
 
 def _held(tensor: torch.Tensor) -> HeldData:
@@ -224,7 +225,8 @@ def phantom_weights(phantoms: Phantoms) -> Iterator[None]:
     if not _ACTIVE.acquire(blocking=False):
         raise InternalError("a second export with phantom weights was started in one process")
     cuda, collector = importlib.import_module(_CUDA), importlib.import_module(_COLLECTOR)
-    original_rehydrate = cuda._rehydrate_emptied_tensors
+    tuner = importlib.import_module(_HEURISTICS).CachingAutotuner
+    selector = importlib.import_module(_SELECT).AlgorithmSelectorCache
 
     class Moved(FileBackedData):  # type: ignore[misc]
         """What the collector builds its data with."""
@@ -233,40 +235,35 @@ def phantom_weights(phantoms: Phantoms) -> Iterator[None]:
         def move_from(cls, path: str, sha256: bytes | None = None) -> FileBackedData:
             return phantoms.take(path)
 
-    @contextmanager
-    def rehydrate(tensors: Any) -> Iterator[None]:
-        known = list(tensors)
-        phantoms.saw_kernel(_running_kernel(), [tensor for tensor in known if cuda._is_emptied(tensor)])
-        with original_rehydrate(known):
-            yield
+    run, benchmark = tuner.run, selector.benchmark_choice
+
+    def watched_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, *args, **kwargs)
+        meta = getattr(self, "inductor_meta", None) or {}
+        phantoms.saw_kernel(str(meta.get("kernel_name") or getattr(self.fn, "__name__", "unknown")))
+        return result
+
+    def watched_benchmark(choice: Any, autotune_args: Any) -> Any:
+        result = benchmark(choice, autotune_args)
+        inputs = ", ".join(node.get_name() for node in getattr(choice, "input_nodes", ()))
+        phantoms.saw_kernel(f"{choice.name}({inputs})")
+        return result
 
     replacements: list[tuple[Any, str, object]] = [
         (cuda, "_move_to_device_resize_kv", phantoms.place),
         (cuda, "_full_zeros_preserving_strides", phantoms.stand_in),
-        (cuda, "_rehydrate_emptied_tensors", rehydrate),
         (collector, "_write_tensor_storage", phantoms.write),
         (collector, "FileBackedData", Moved),
+        (tuner, "run", watched_run),
+        (selector, "benchmark_choice", staticmethod(watched_benchmark)),
     ]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in replacements]
+    # From the namespace itself: `getattr` would bind a class method to its class.
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
     try:
-        for module, name, value in replacements:
-            setattr(module, name, value)
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
         yield
     finally:
-        for module, name, value in originals:
-            setattr(module, name, value)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
         _ACTIVE.release()
-
-
-def _running_kernel() -> str:
-    """The name of the kernel whose autotuner is on the call stack: upstream's wrapper passes it only as `self`."""
-    import inspect
-
-    frame = inspect.currentframe()
-    while frame is not None:
-        tuner = frame.f_locals.get("self") if frame.f_code.co_name.startswith("_autotuner_run") else None
-        if tuner is not None:
-            meta = getattr(tuner, "inductor_meta", None) or {}
-            return str(meta.get("kernel_name") or getattr(getattr(tuner, "fn", None), "__name__", "unknown"))
-        frame = frame.f_back
-    return "unknown"

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from exporter.lowering.compile_workers import stop_workers
+
 _VARIABLES = {"TMPDIR": "tmp", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
@@ -19,7 +21,7 @@ def compile_folder() -> Iterator[Path]:
     Inductor keeps precompiled headers (about 280 MB) under TMPDIR whatever its cache setting is, so TMPDIR is set too.
     The compile workers inherit the variables; they are stopped before the folder is removed.
     """
-    _stop_workers()  # those of before have the old variables
+    stop_workers()  # those of before have the old variables
     folder = Path(tempfile.mkdtemp(prefix="weightless-compile-"))
     before = {name: os.environ.get(name) for name in _VARIABLES}
     before_default = tempfile.tempdir
@@ -37,7 +39,7 @@ def compile_folder() -> Iterator[Path]:
         codecache._precompile_header.cache_clear()
         yield folder
     finally:
-        _stop_workers()
+        stop_workers()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -47,9 +49,3 @@ def compile_folder() -> Iterator[Path]:
         codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = headers
         codecache._precompile_header.cache_clear()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _stop_workers() -> None:
-    from torch._inductor.async_compile import shutdown_compile_workers
-
-    shutdown_compile_workers()

@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--label", default="", help="appended to the case's name in the result file")
     parser.add_argument("--threads", type=int, help="TORCHINDUCTOR_COMPILE_THREADS of every side")
     parser.add_argument("--verify", action="store_true", help="run our artifact on the GPU, inside the measured time")
-    parser.add_argument("--kv-length", type=int, default=256, help="length of each layer's key cache")
+    parser.add_argument("--kv-length", type=int, default=256, help="length of each layer's key cache (8 KiB a token)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     failed = False
@@ -90,6 +90,7 @@ def measure(
             "TMPDIR": str(scratch),
             "PYTHONUNBUFFERED": "1",
             "KV_LENGTH": str(options.kv_length),
+            "SEGMENTS": "1",
         }
         if options.threads:
             environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(options.threads)

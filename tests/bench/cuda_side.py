@@ -29,45 +29,47 @@ KV_LENGTH = int(os.environ.get("KV_LENGTH", "256"))
 
 
 class Layer(nn.Module):
-    """A gated MLP of a current decoder's size: 336 MiB of bf16."""
+    """A gated MLP of a current decoder's size, 336 MiB of bf16, and a key cache."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("kv_cache_k", torch.zeros(KV_LENGTH, WIDTH), persistent=False)
         self.norm = nn.RMSNorm(WIDTH)
         self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
         self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        self.kv_cache_k.index_copy_(0, pos, x)
+        return x + self.kv_cache_k[:1].sum(0)
 
 
 class Decoder(nn.Module):
-    """Layers with a key cache each; with a vocabulary, an embedding before and a head after them."""
+    """Layers; with a vocabulary, an embedding before and a head after them."""
 
     def __init__(self, layers: int, vocabulary: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.embed = nn.Embedding(vocabulary, WIDTH) if vocabulary else None
         self.head = nn.Linear(WIDTH, vocabulary, bias=False) if vocabulary else None
-        self.register_buffer("kv_cache_k", torch.zeros(layers, KV_LENGTH, WIDTH), persistent=False)
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         if self.embed is not None:
             x = self.embed(x)
-        for index, layer in enumerate(self.layers):
-            x = layer(x)
-            self.kv_cache_k[index].index_copy_(0, pos, x)
-            x = x + self.kv_cache_k[index][:1].sum(0)
+        for layer in self.layers:
+            x = layer(x, pos)
         return x if self.head is None else self.head(x)
 
 
 def skeleton(layers: int, vocabulary: int) -> Decoder:
-    """The model on the meta device, its cache as zeros of the host that nobody has touched."""
+    """The model on the meta device, its caches as zeros of the host that nobody has touched (torch.zeros writes them)."""
     with torch.device("meta"):
         model = Decoder(layers, vocabulary).to(DTYPE)
-    model.kv_cache_k = torch.zeros(layers, KV_LENGTH, WIDTH, dtype=DTYPE)
+    for layer in model.layers:
+        pages = mmap.mmap(-1, 2 * KV_LENGTH * WIDTH, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        layer.kv_cache_k = torch.frombuffer(pages, dtype=DTYPE).view(KV_LENGTH, WIDTH)
     return model.eval()
 
 

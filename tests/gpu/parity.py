@@ -31,7 +31,7 @@ from exporter.contract.objects import StoredObject
 from exporter.contract.segments import Chunk, Segment
 from exporter.contract.spec import Target
 from exporter.lowering.canonical import canonical_chunks, canonical_layout
-from exporter.lowering.cuda import CudaLowering, _external_entries, _inductor_settings
+from exporter.lowering.cuda import CudaLowering, _external_entries, inductor_settings
 from exporter.lowering.cuda_target import compile_specs
 from exporter.lowering.scratch import compile_folder
 from exporter.source.captured import Captured
@@ -111,7 +111,7 @@ def upstream(programs: Programs, target: Target = TARGET) -> Exported:
     from executorch.exir.passes import MemoryPlanningPass
 
     started = time.monotonic()
-    settings = _inductor_settings(None) if target.low_memory_mode else nullcontext()
+    settings = inductor_settings() if target.low_memory_mode else nullcontext()
     with compile_folder(), settings:
         edge = to_edge_transform_and_lower(
             {name: copy_program(program) for name, program in programs.items()},
@@ -269,6 +269,11 @@ def compare(case: str) -> dict[str, Any]:
     torch.manual_seed(0)
     if case in HELD:
         import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401
+        from torch._inductor import config
+
+        # Both sides tune one candidate per matrix product: what is compared is weights, and the models have many shapes.
+        config.test_configs.max_mm_configs = 1
+        config.benchmark_epilogue_fusion = False
     programs, samples = {**SOURCED, **HELD}[case]()
     reference = upstream(programs)
     given, source = emptied(programs) if case in SOURCED else (programs, TensorSource({}))
@@ -292,6 +297,7 @@ def compare(case: str) -> dict[str, Any]:
         report["upstream_differs_from_itself"] = sorted(key for key in wanted if wanted[key] != again.get(key))[:20]
     report["images"] = images(result)
     if samples:
+        # How much two artifacts of upstream's differ in their error: the tuning is not deterministic.
         whole = Captured(programs, TensorSource({}), samples, share_buffers=len(programs) > 1)
         report["errors"] = _errors(reference, result, whole, captured, samples)
     return report
