@@ -20,7 +20,7 @@ from exporter.stream.hashing import RunningHash
 from exporter.stream.layout import SEGMENT_ALIGNMENT, aligned, data_size, plan_parts, segment_alignment
 from exporter.stream.parts import PartSender
 from exporter.stream.ports import MultipartTarget, StreamListener
-from exporter.stream.ptd import build_header
+from exporter.stream.ptd import build_header, with_base
 from exporter.stream.table import SegmentTable
 
 HEADER_SLACK = 64 * 1024
@@ -147,14 +147,13 @@ class WeightStream:
         """
         self._opened().check()
         names, self.unused_bytes = self._table.names(used)
-        ranges = self._table.ranges()
-        header = build_header(ranges, names)
+        header = build_header(self._table.ranges(), names)
         base = aligned(len(header), SEGMENT_ALIGNMENT)
         if self._fill_number == 2 and base + self._end <= self.part_size:
             whole = self._put(header.ljust(base, b"\0"))
         else:
             base = self.part_size
-            header = build_header(ranges, names, base)
+            header = with_base(header, base)
             whole = self._complete(header)
         self._finished = True
         self._close()

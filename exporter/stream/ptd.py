@@ -78,6 +78,12 @@ def build_header(
     return b"".join((struct.pack("<I", root), body[4:8], header.ljust(PADDED_HEADER, b"\0"), body[8:]))
 
 
+def with_base(header: bytes, base_offset: int) -> bytes:
+    """The same header with the segments at `base_offset`."""
+    at = HEADER_OFFSET + _HEADER.size - 16
+    return b"".join((header[:at], struct.pack("<Q", base_offset), header[at + 8 :]))
+
+
 def _flatbuffer(segments: Sequence[tuple[int, int]], names: Sequence[tuple[SegmentName, int]]) -> bytes:
     builder = flatbuffers.Builder(1024 + 160 * (len(segments) + len(names)))
     named = [_named_data(builder, name, index) for name, index in names]

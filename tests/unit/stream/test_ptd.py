@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from exporter.contract.errors import VerificationFailed
 from exporter.contract.segments import SegmentName, TensorLayout
-from exporter.stream.ptd import HEAD_BYTES, MAX_DIMENSIONS, PtdHeader, PtdName, PtdSegment, build_header, read_header
+from exporter.stream.ptd import (
+    HEAD_BYTES,
+    MAX_DIMENSIONS,
+    PtdHeader,
+    PtdName,
+    PtdSegment,
+    build_header,
+    read_header,
+    with_base,
+)
 
 SEGMENTS = [(0, 64), (128, 1000), (1152, 0)]
 NAMES = [
@@ -49,6 +58,10 @@ def test_the_natural_base_follows_the_header() -> None:
     base = parsed(data, 10**6).segment_base_offset
     assert len(data) <= base < len(data) + 128
     assert base % 128 == 0
+
+
+def test_a_header_moved_to_another_base_is_the_header_built_for_it() -> None:
+    assert with_base(build_header(SEGMENTS, NAMES), 4096) == build_header(SEGMENTS, NAMES, 4096)
 
 
 def test_the_bytes_are_pinned() -> None:
