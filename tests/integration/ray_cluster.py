@@ -87,9 +87,11 @@ class RayCluster:
 
     def _ray(self, *arguments: str) -> None:
         self._nodes += 1
+        (self.folder / "tmp").mkdir(exist_ok=True)
         environment = {
             "PATH": os.defpath,
             "HOME": str(self.folder),
+            "TMPDIR": str(self.folder / "tmp"),
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "integration" / "ray_node"), str(ROOT)]),
             "OMP_NUM_THREADS": "1",
             "RAY_AUTH_MODE": "token",
