@@ -6,7 +6,6 @@ No `WEIGHTLESS_*`, no database URL, no webhook key. HOME and TMPDIR lie in the j
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +26,7 @@ NAMES = frozenset(
         "OMP_NUM_THREADS",
         "MAX_JOBS",
         "TORCHINDUCTOR_COMPILE_THREADS",
+        "TRITON_PTXAS_PATH",
         "HTTP_PROXY",
         "HTTPS_PROXY",
         "NO_PROXY",
@@ -83,7 +83,6 @@ def _python_path(given: str) -> str:
     """The search path with this checkout's root in front, where the packages are not installed."""
     root = Path(contract_base.__file__).resolve().parents[2]
     parts = [str(Path(part).absolute()) for part in given.split(os.pathsep) if part]
-    installed = root.name in ("site-packages", "dist-packages") or (str(root) in sys.path[-3:] and root.name == "site")
-    if not installed and str(root) not in parts:
+    if root.name not in ("site-packages", "dist-packages") and str(root) not in parts:
         parts.insert(0, str(root))
     return os.pathsep.join(parts)

@@ -67,6 +67,7 @@ class LocalExecutor:
     ) -> None:
         self._data_dir = data_dir
         self._slots = slots
+        self._gpus = 0
         self._command = tuple(command)
         self.host = host or socket.gethostname()
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -105,9 +106,8 @@ class LocalExecutor:
 
     def slots(self, report: MachineReport | None) -> int:
         """As many as were set, else one per GPU, else one."""
-        if self._slots is not None:
-            return self._slots
-        return max(1, len(report.gpus) if report is not None else 0)
+        self._gpus = len(report.gpus) if report is not None else self._gpus
+        return max(1, self._gpus) if self._slots is None else self._slots
 
     def start(self, spec: ExportSpec, slot: int) -> LocalAttempt:
         """Make the folder and start the process."""
@@ -159,12 +159,14 @@ class LocalExecutor:
         """Let another service have the data directory."""
         os.close(self._lock)
 
-    @staticmethod
-    def _gpu(slot: int) -> str | None:
-        """The GPU of a slot, as CUDA_VISIBLE_DEVICES names it; None leaves the variable as it is."""
+    def _gpu(self, slot: int) -> str | None:
+        """The GPU of a slot, as CUDA_VISIBLE_DEVICES names it; None leaves the variable as it is.
+
+        More slots than GPUs share them in turn.
+        """
         outer = os.environ.get("CUDA_VISIBLE_DEVICES")
         if outer is None:
-            return str(slot) if Path("/dev/nvidiactl").exists() else None
+            return str(slot % self._gpus) if self._gpus else None
         visible = [name for name in outer.split(",") if name.strip()]
         return visible[slot % len(visible)] if visible else ""
 

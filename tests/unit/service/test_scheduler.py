@@ -328,6 +328,19 @@ def test_slots_are_the_gpus_that_were_found(place: Place, make: Make, monkeypatc
     assert devices == {"5", "7", "9"}
 
 
+def test_more_slots_than_gpus_share_them(place: Place, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_GPUS", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    exports = [place.submit(make("environment", seconds=0.5)) for _ in range(4)]
+    with place.scheduler(slots=4) as scheduler:
+        place.finish(scheduler, *exports)
+    devices = sorted(
+        json.loads((place.folder(export) / "log.txt").read_text().splitlines()[1])["CUDA_VISIBLE_DEVICES"]
+        for export in exports
+    )
+    assert devices == ["0", "0", "1", "1"]
+
+
 def test_a_drained_scheduler_claims_nothing(place: Place, make: Make) -> None:
     with place.scheduler() as scheduler:
         scheduler.drain()
