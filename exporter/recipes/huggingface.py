@@ -141,6 +141,8 @@ def _export(
         warnings.simplefilter("ignore")
         if target.backend != "cuda":
             _patch_for_executorch(stack)
+            if model._can_set_experts_implementation():
+                model.set_experts_implementation("batched_mm")  # the CPU runtime has no grouped matrix product
         try:
             program, _ = exporters.DynamoExporter().export_program(model, {**inputs, **flags}, settings)
         except (WeightlessError, MemoryError):
