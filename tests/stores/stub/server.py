@@ -75,6 +75,7 @@ class _Break(Exception):
 class _Handler(BaseHTTPRequestHandler):
     stub: StubServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     timeout = 30
 
     def setup(self) -> None:
