@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.service_process import ServiceProcess
 
-STAGES = ("starting", "capturing", "compiling", "uploading", "verifying")
+STAGES = ("capturing", "compiling", "uploading", "verifying")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Two services over one PostgreSQL database: one queue, each export run once, and a dead replica's exports taken over."""
+"""Two services over one PostgreSQL database: one queue, each export run once, a dead replica's exports taken over."""
 
 from __future__ import annotations
 

@@ -94,9 +94,7 @@ def test_owners_do_not_see_each_other(service: ServiceProcess) -> None:
 
 def test_no_secret_is_left_anywhere(service: ServiceProcess) -> None:
     secret = token(service, "read", "submit")
-    with httpx2.Client(
-        base_url=service.url, headers={"Authorization": f"Bearer {secret}"}, timeout=60
-    ) as caller:
+    with httpx2.Client(base_url=service.url, headers={"Authorization": f"Bearer {secret}"}, timeout=60) as caller:
         export = caller.post("/exports", json=service.body("environment", options={"seconds": 2.0})).json()["id"]
         while caller.get(f"/exports/{export}").json()["state"] != "running":
             pass
