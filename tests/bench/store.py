@@ -83,8 +83,13 @@ def _server(server: str, work: Path, processes: int) -> Iterator[tuple[dict[str,
         yield {"uri": f"file://{work}/store"}, environment
     elif server == "ceph":
         place = {"endpoint": os.environ["S3_ENDPOINT_TLS"], "ca_bundle": os.environ["S3_CA_BUNDLE"]}
-        _make_bucket(place)
-        yield {"uri": "s3://bench", **place}, environment
+        client = _bucket(place)
+        try:
+            yield {"uri": "s3://bench", **place}, environment
+        finally:
+            for page in client.get_paginator("list_objects_v2").paginate(Bucket="bench"):
+                for item in page.get("Contents", []):
+                    client.delete_object(Bucket="bench", Key=item["Key"])
     else:
         from tests.stores.stub.server import write_certificate
 
@@ -107,13 +112,15 @@ def _server(server: str, work: Path, processes: int) -> Iterator[tuple[dict[str,
                 null.terminate()
 
 
-def _make_bucket(place: dict[str, Any]) -> None:
+def _bucket(place: dict[str, Any]) -> Any:
+    """A plain client, and the bucket made."""
     import boto3
 
     client = boto3.Session().client(
         "s3", endpoint_url=place["endpoint"], region_name="us-east-1", verify=place["ca_bundle"]
     )
     client.create_bucket(Bucket="bench")
+    return client
 
 
 def _measure(
