@@ -8,7 +8,6 @@ pool name, so that the workers share those pages.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import importlib
 import os
@@ -69,9 +68,15 @@ def small_workers(count: int, last_method: Callable[[], bool]) -> Iterator[None]
             stop_workers()
         return compile_code(*args, **kwargs)
 
+    class SmallPool(pool):  # type: ignore[misc, valid-type]
+        """Upstream's pool with our pickler; a class, because upstream asks whether a pool is one."""
+
+        def __init__(self, nprocs: int, **options: Any) -> None:
+            super().__init__(nprocs, pickler=PreloadedPickler(), **options)
+
     stop_workers()
     os.environ.update(_ALLOCATOR)
-    setattr(async_compile, "SubprocPool", functools.partial(pool, pickler=PreloadedPickler()))  # noqa: B010
+    setattr(async_compile, "SubprocPool", SmallPool)  # noqa: B010
     setattr(codecache.AotCodeCompiler, "compile", staticmethod(compile_without_workers))  # noqa: B010
     try:
         with config.patch({"compile_threads": count}):
