@@ -8,7 +8,7 @@ import subprocess
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -162,16 +162,17 @@ def export_process(tmp_path: Path) -> Iterator[Callable[[ExportSpec], Process]]:
     """Start `python -m exporter run`; killed at the end of the test if it still runs."""
     started: list[Process] = []
 
-    def start(spec: ExportSpec, *arguments: str) -> Process:
+    def start(spec: ExportSpec, *arguments: str, environment: Mapping[str, str] | None = None) -> Process:
         log = tmp_path / "log.txt"
         scratch = tmp_path / "scratch"
         scratch.mkdir(exist_ok=True)
-        environment = {
+        variables = {
             "PATH": os.environ["PATH"],
             "HOME": str(tmp_path),
             "TMPDIR": str(scratch),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            **(environment or {}),
         }
         with log.open("wb") as errors:
             child = subprocess.Popen(
@@ -179,7 +180,7 @@ def export_process(tmp_path: Path) -> Iterator[Callable[[ExportSpec], Process]]:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=environment,
+                env=variables,
             )
         assert child.stdin is not None
         child.stdin.write(spec.model_dump_json(by_alias=True, exclude_unset=True).encode())

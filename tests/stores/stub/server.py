@@ -32,6 +32,7 @@ class StubServer:
         self.faults: dict[int, Fault] = {}
         self.fault_for: Callable[[int, str], Fault | None] = lambda number, operation: None
         self.log: list[str] = []
+        self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.pause = 0.05
         self.stopping = threading.Event()
@@ -52,10 +53,11 @@ class StubServer:
         """TLS for one connection, in the connection's own thread."""
         return self._context.wrap_socket(connection, server_side=True)
 
-    def note(self, operation: str, headers: dict[str, str]) -> Fault | None:
+    def note(self, operation: str, path: str, headers: dict[str, str]) -> Fault | None:
         """Count a request; what goes wrong with it."""
         with self.state.lock:
             self.log.append(operation)
+            self.paths.append(path)
             self.headers.append(headers)
             number = len(self.log)
         return self.faults.get(number) or self.fault_for(number, operation)
@@ -104,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
         body = self.rfile.read(int(headers.get("content-length", 0)))
         operation = _operation(self.command, key, query, headers)
-        fault = self.stub.note(operation, headers)
+        fault = self.stub.note(operation, self.path, headers)
         self._answer(*self._faulty(fault, operation, bucket, key, query, headers, body), fault)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_any
