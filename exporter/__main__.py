@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from exporter.lowering.ports import Lowering
     from exporter.pipeline import Parts
     from exporter.ports import Check, Store
+    from exporter.reporting import Stages
     from exporter.source.ports import ObjectReads
 
 MAX_SPEC = 4 * 2**20
@@ -85,6 +86,7 @@ class _Attempt:
         self._spec = spec
         self._events = events
         self._scratch = scratch
+        self._stages: Stages | None = None
         self._parts: Parts | None = None
         self._interruption = Interruption(self._clean_up, self._report)
         self._meter = Meter(events, spec.request.budgets, scratch, self._interruption.request, gpu_reader())
@@ -107,27 +109,37 @@ class _Attempt:
         return classify(self._interruption.error or _cause(failure), self._stage())
 
     def _build(self) -> Parts:
-        """The concrete parts. `InvalidRequest` for an unknown recipe, its options, or the store's URI."""
-        from exporter.attempt import Rollback
-        from exporter.pipeline import Parts
-        from exporter.recipes.registry import find_recipe, parse_options
+        """The concrete parts. `InvalidRequest` for an unknown recipe, its options, or the store's URI.
+
+        The store and the source come first: they need no torch, whose import takes seconds, and most refusals are
+        theirs.
+        """
         from exporter.reporting import Stages
         from exporter.source.resolve import resolve
         from exporter.store.open import open_store
-        from exporter.toolchain import toolchain
 
         request = self._spec.request
+        store = open_store(self._spec.store)
+        self._stages = stages = Stages(self._events, self._meter, self._interruption)
+        stages.start("resolving")
+        with self._meter.stage("resolving"):
+            tree = resolve(request.source, self._spec.sources, self._bucket)
+
+        from exporter.attempt import Rollback
+        from exporter.pipeline import Parts
+        from exporter.recipes.registry import find_recipe, parse_options
+        from exporter.toolchain import toolchain
+
         recipe = find_recipe(request.recipe)
         options = parse_options(recipe, request.options)
-        store = open_store(self._spec.store)
         return Parts(
             store=store,
-            resolve=partial(resolve, policy=self._spec.sources, objects=self._bucket),
+            resolve=lambda uri: tree,
             capture=partial(recipe.capture, options=options, target=request.target),
             lowering=_lowering(self._spec),
             check=_check(self._spec, store, self._scratch),
             events=self._events,
-            stages=Stages(self._events, self._meter, self._interruption),
+            stages=stages,
             meter=self._meter,
             interruption=self._interruption,
             rollback=Rollback(store),
@@ -140,7 +152,7 @@ class _Attempt:
         return S3Reads(name, self._spec.store)
 
     def _stage(self) -> str | None:
-        return self._parts.stages.current if self._parts is not None else None
+        return self._stages.current if self._stages is not None else None
 
     def _clean_up(self) -> None:
         if self._parts is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -15,8 +16,29 @@ Arch = Annotated[str, StringConstraints(pattern=r"^sm_[0-9]{2,3}[af]?$")]
 EXPORT_ID = re.compile(r"exp_[0-9A-HJKMNP-TV-Z]{26}")
 """`exp_` and a ULID (Crockford base 32)."""
 
+MAX_INTEGER = 2**53 - 1
+"""Largest integer that the manifest's canonical JSON can hold (RFC 8785), and so the largest in options."""
+MAX_NESTING = 32
+"""Lists and objects inside each other in options."""
+
 DEFAULT_MAX_BUFFER = 192 * 2**20
 """Bytes of part buffers that one stream may hold, whatever the model's size (`WEIGHTLESS_MAX_BUFFER`)."""
+
+
+def check_canonical(value: object, depth: int = 0) -> None:
+    """``ValueError`` unless `value` can stand in canonical JSON: the manifest repeats options, at the very end."""
+    if depth > MAX_NESTING:
+        raise ValueError(f"more than {MAX_NESTING} lists and objects inside each other")
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise ValueError(f"an integer is between -{MAX_INTEGER} and {MAX_INTEGER}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("NaN and infinity are no numbers in JSON")
+    if isinstance(value, dict):
+        for item in value.values():
+            check_canonical(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_canonical(item, depth + 1)
 
 
 class Target(Strict):
@@ -28,7 +50,7 @@ class Target(Strict):
     platform: Literal["linux", "windows"] = "linux"
     low_memory_mode: bool = True
     max_autotune: bool = True
-    shared_memory_bytes: Size | None = None
+    shared_memory_bytes: Annotated[Size, Field(le=MAX_INTEGER)] | None = None
     triton_kernel_mode: Literal["on", "off"] = "on"
 
     @model_validator(mode="after")
@@ -79,6 +101,12 @@ class ExportRequest(Strict):
     )
     webhook: Webhook | None = None
 
+    @field_validator("options")
+    @classmethod
+    def _canonical(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_canonical(value)
+        return value
+
     @field_validator("source")
     @classmethod
     def _printable(cls, value: str) -> str:
@@ -115,8 +143,8 @@ class ExportSpec(Strict):
 
     v: Literal[1] = 1
     id: Annotated[str, StringConstraints(pattern=f"^{EXPORT_ID.pattern}$")]
-    attempt: int = Field(ge=1)
-    created_at: str
+    attempt: int = Field(ge=1, le=MAX_INTEGER)
+    created_at: Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
     request: ExportRequest
     store: StoreSpec
     sources: SourcePolicy = SourcePolicy()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-
-from torch.export import ExportedProgram
+from typing import TYPE_CHECKING
 
 from exporter.contract.segments import Chunk
 from exporter.source.ports import WeightSource
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 
 @dataclass(frozen=True, slots=True)

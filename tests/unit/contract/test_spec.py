@@ -23,6 +23,11 @@ DOCUMENTED: dict[str, Any] = {
 }  # fmt: skip
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """Options with `depth` objects inside each other."""
+    return {"a": nested(depth - 1)} if depth else {}
+
+
 def test_the_documented_request() -> None:
     request = ExportRequest.model_validate_json(json.dumps(DOCUMENTED))
     assert request.budgets.host_memory == 8 * 2**30
@@ -85,6 +90,9 @@ def test_a_size_is_an_integer_in_bounds_or_a_value_error(value: object) -> None:
         ({"budgets": {"gpuMemory": 0}}, "budgets.gpuMemory"), ({"budgets": {"wallTime": "-2h"}}, "budgets.wallTime"),
         ({"budgets": {"memory": 1}}, "budgets.memory"), ({"priority": 1000}, "priority"),
         ({"priority": 1.5}, "priority"),
+        ({"options": {"inputs": [{"high": 2**53}]}}, "options"), ({"options": {"low": -(2**53)}}, "options"),
+        ({"options": {"scale": float("nan")}}, "options"), ({"options": nested(40)}, "options"),
+        ({"target": {"backend": "cuda", "sharedMemoryBytes": 2**53}}, "target.sharedMemoryBytes"),
         ({"labels": {"": "x"}}, "labels"), ({"labels": {"a": ""}}, "labels.a"), ({"surprise": 1}, "surprise"),
         ({"webhook": {"url": "http://example.org"}}, "webhook.url"),
     ],
@@ -101,6 +109,19 @@ def test_numbers_that_json_does_not_have(number: str) -> None:
     body = json.dumps(DOCUMENTED).replace('"8GiB"', number)
     with pytest.raises(ValidationError):
         ExportRequest.model_validate_json(body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("attempt", 0), ("attempt", 2**53), ("created_at", "\x1b[31m"), ("id", "exp_1")]
+)
+def test_what_a_spec_refuses(field: str, value: object) -> None:
+    good = {
+        "id": "exp_01JABCDEFGHJKMNPQRSTVWXYZ0", "attempt": 1, "created_at": "2026-11-30T15:00:00Z",
+        "request": DOCUMENTED, "store": {"uri": "s3://b/p"},
+    }  # fmt: skip
+    ExportSpec.model_validate(good)
+    with pytest.raises(ValidationError):
+        ExportSpec.model_validate({**good, field: value})
 
 
 def test_a_spec_round_trips_and_has_no_credential_field() -> None:
