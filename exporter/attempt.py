@@ -7,6 +7,7 @@ import mimetypes
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from urllib.parse import quote
 
 from exporter.contract.errors import IllegalState, NotFound, StoreUnavailable, WeightlessError
 from exporter.contract.manifest import MAX_MANIFEST, MEDIA_TYPE, PTE_MEDIA_TYPE, File, Program, parse_manifest
@@ -15,7 +16,7 @@ from exporter.contract.spec import ExportSpec
 from exporter.lowering.ports import Lowered
 from exporter.ports import Store
 from exporter.source.captured import Captured
-from exporter.stream.multipart import WeightStream
+from exporter.stream.reuse import ReusingStream
 
 
 class Keys:
@@ -30,6 +31,15 @@ class Keys:
     def data(self, name: str) -> str:
         """The key of a data file."""
         return f"{self._weights}/{name}"
+
+    @staticmethod
+    def data_url(store: Store, key: str) -> str:
+        """A data file's URL for the manifest: absolute in a bucket, else relative to the manifest.
+
+        A server's paths have no place in a manifest, and a directory may be moved with all that is in it.
+        """
+        uri = store.uri(key)
+        return uri if uri.startswith("s3://") else f"../../{quote(key)}"
 
     def absolute(self, relative: str) -> str:
         """The key of a URL that is relative to the manifest."""
@@ -50,21 +60,16 @@ class Rollback:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._keys: list[str] = []
-        self._streams: list[WeightStream] = []
+        self._streams: list[tuple[ReusingStream, str]] = []
         self._lock = threading.Lock()
         self._committed = False
         self.started = False
         """Whether anything was taken away: what still runs for the attempt fails because of that."""
 
-    def of_stream(self, stream: WeightStream, key: str) -> WeightStream:
+    def of_stream(self, stream: ReusingStream, key: str) -> ReusingStream:
         """Remember a stream: it is aborted, and what it may have completed is deleted."""
-        self._streams.append(stream)
-        self._keys.append(key)
+        self._streams.append((stream, key))
         return stream
-
-    def let_go(self, stream: WeightStream) -> None:
-        """Forget a finished stream and what it holds; its object stays remembered."""
-        self._streams.remove(stream)
 
     def of_key(self, key: str) -> None:
         """Remember an object, before it is written."""
@@ -81,11 +86,19 @@ class Rollback:
                 return
             self.started = True
             while self._streams:
+                stream, key = self._streams.pop()
                 with suppress(WeightlessError):
-                    self._streams.pop().abort()
+                    stream.abort()
+                with suppress(WeightlessError):
+                    self._remove_data(key)
             while self._keys:
                 with suppress(WeightlessError):
                     self._store.delete(self._keys.pop())
+
+    def _remove_data(self, key: str) -> None:
+        """Delete a data file, unless another export found it in the index and holds it: then `gc` decides later."""
+        if not any(True for _ in self._store.list(f"{key.rpartition('/')[0]}/leases/")):
+            self._store.delete(key)
 
 
 def put_program(store: Store, rollback: Rollback, keys: Keys, lowered: Lowered) -> Program:

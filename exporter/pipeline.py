@@ -33,7 +33,7 @@ from exporter.reporting import Stages, UploadEvents, warn_of_waste
 from exporter.source.captured import Captured
 from exporter.source.ports import SourceTree
 from exporter.source.views import find_views
-from exporter.stream.multipart import WeightStream
+from exporter.stream.reuse import ReusingStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,41 +93,45 @@ def _export(spec: ExportSpec, parts: Parts) -> tuple[Manifest, bytes]:
     with stages.during("uploading"):
         data = finish_data(stream, plan, lowered, ahead)
         warn_of_waste(parts.events, stream, data)
-        moved = moved_bytes(stream)
 
     with stages.spanning("committing"):
         with parts.meter.stage("committing"):
             program = put_program(store, rollback, keys, lowered)
             files = put_files(store, rollback, keys, captured)
         # Everything is in the store: let go of the weights that a back end packed before a second process loads them.
-        rollback.let_go(stream)
-        del captured, lowered, stream, ahead
+        del captured, lowered, ahead
         gc.collect()  # graphs are cycles
 
         with stages.during("verifying"):
-            verification = verify(parts.check, program, keys, plan, data)
+            verification = verify(parts.check, program, keys, stream, data)
+
+        with parts.meter.stage("committing"):
+            data = tuple(stream.publish(item) for item in data)
 
         with parts.meter.stage("committing"), parts.interruption.shield():
             manifest = Manifest(
                 export=describe_export(spec, tree),
                 program=program,
-                data=data,
+                data=tuple(item.model_copy(update={"urls": (keys.data_url(store, stream.key),)}) for item in data),
                 files=files,
                 toolchain=parts.toolchain,
-                resources=parts.meter.resources().model_copy(update=moved),
+                resources=parts.meter.resources().model_copy(update=moved_bytes(stream)),
                 verification=verification,
             )
             content = manifest.canonical()
             commit(store, rollback, keys, content, spec)
+            stream.release()
             parts.interruption.end()
     return manifest, content
 
 
-def weight_stream(spec: ExportSpec, parts: Parts, key: str) -> WeightStream:
+def weight_stream(spec: ExportSpec, parts: Parts, key: str) -> ReusingStream:
     """The stream of a data file, with the spec's limits, telling the events of its upload."""
-    return WeightStream(
+    return ReusingStream(
         parts.store,
         key,
+        holder=spec.id,
+        reuse=spec.request.reuse_weights,
         part_size=spec.store.part_size,
         max_buffer=spec.store.max_buffer,
         listener=UploadEvents(parts.events),
@@ -138,7 +142,7 @@ def weight_stream(spec: ExportSpec, parts: Parts, key: str) -> WeightStream:
 class SendAhead:
     """Sends the planned segments in a thread while the compile runs; a failure stops the export at once."""
 
-    def __init__(self, stream: WeightStream, plan: Plan, parts: Parts) -> None:
+    def __init__(self, stream: ReusingStream, plan: Plan, parts: Parts) -> None:
         self._stream = stream
         self._plan = plan
         self._parts = parts
@@ -166,7 +170,7 @@ class SendAhead:
                 self._parts.interruption.request(error)
 
 
-def finish_data(stream: WeightStream, plan: Plan, lowered: Lowered, ahead: SendAhead) -> tuple[Data, ...]:
+def finish_data(stream: ReusingStream, plan: Plan, lowered: Lowered, ahead: SendAhead) -> tuple[Data, ...]:
     """Send what the compiler made, then the header. No data file where the program needs none and nothing was sent."""
     ahead.join()
     if not plan.segments:
@@ -180,19 +184,20 @@ def finish_data(stream: WeightStream, plan: Plan, lowered: Lowered, ahead: SendA
 
 
 def verify(
-    check: Check | None, program: Program, keys: Keys, plan: Plan, data: Sequence[Data]
+    check: Check | None, program: Program, keys: Keys, stream: ReusingStream, data: Sequence[Data]
 ) -> tuple[Verification, ...]:
     """Run the check on what is stored now; without one, say so for each method."""
     if check is None:
         return tuple(Verification(method=m.name, status="skipped", reason="not asked for") for m in program.methods)
-    stored = [(keys.data(plan.name), item) for item in data]
+    stored = [(stream.key, item) for item in data]
     return tuple(check.verify(StoredArtifact(program, keys.absolute(program.urls[0]), stored)))
 
 
-def moved_bytes(stream: WeightStream) -> dict[str, int]:
+def moved_bytes(stream: ReusingStream) -> dict[str, int]:
     """The manifest's `resources` that the stream knows."""
     return {
         "bytes_uploaded": stream.bytes_sent,
+        "bytes_reused": stream.bytes_reused,
         "unused_bytes": stream.unused_bytes,
         "duplicate_bytes": stream.duplicate_bytes,
     }

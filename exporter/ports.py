@@ -10,17 +10,9 @@ from exporter.check.ports import StoredArtifact
 from exporter.contract.errors import WeightlessError
 from exporter.contract.manifest import Resources, Verification
 from exporter.source.captured import Captured
-from exporter.stream.ports import MultipartTarget
+from exporter.stream.ports import ReuseTarget as Store
 
-
-class Store(MultipartTarget, Protocol):
-    """The store of an export: takes parts and small objects, reads them back, removes what has to go."""
-
-    def read(self, key: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; `NotFound` where there is no object."""
-
-    def delete(self, key: str) -> None:
-        """Remove an object; no error if it is gone already."""
+__all__ = ["Check", "Interruption", "Meter", "Store"]
 
 
 class Meter(Protocol):

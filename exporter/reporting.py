@@ -10,7 +10,7 @@ from exporter.contract.events import EventLog, StageName
 from exporter.contract.manifest import Data
 from exporter.contract.objects import Upload
 from exporter.ports import Interruption, Meter
-from exporter.stream.multipart import WeightStream
+from exporter.stream.reuse import ReusingStream
 
 UNUSED = "unused:"
 """Starts the key of a stored weight that no method asks for."""
@@ -87,7 +87,7 @@ class UploadEvents:
         self._events.emit("upload", upload_id=upload.id, uri=uri, part_size=part_size, state=state)
 
 
-def warn_of_waste(events: EventLog, stream: WeightStream, data: Sequence[Data]) -> None:
+def warn_of_waste(events: EventLog, stream: ReusingStream, data: Sequence[Data]) -> None:
     """A warning where more than 1% of the stored weights are asked for by no method, or were stored twice."""
     stored = sum(segment.size for item in data for segment in item.segments)
     unused = [

@@ -72,7 +72,12 @@ class StoreOrigin:
         if self._siblings:
             places.append((self._store, join_key(self._base, name)))
         for url in urls:
-            place = self._place(url)
+            try:
+                place = self._place(url)
+            except Forbidden:
+                if self._siblings and "://" not in url:
+                    continue  # a manifest that was pulled: its own relative URLs lead out of the folder
+                raise
             if place is None:
                 foreign.append(url)
             else:

@@ -29,6 +29,7 @@ def reap(
     *,
     running: Collection[Owner],
     known: Collection[str],
+    dead: Collection[Owner] = (),
     recorded: Iterable[Upload] = (),
     now: float,
     grace: float,
@@ -37,9 +38,9 @@ def reap(
 ) -> Reaped:
     """Abort orphaned uploads below the store's prefix.
 
-    `running`: attempts that may still be sending. `known`: ids of every export in the database. `recorded`: uploads
-    that events named, which is all there is to go by in a store that cannot list them. An upload without a start time
-    counts as old if its export is known, and as new if not.
+    `running`: attempts that may still be sending. `known`: ids of every export in the database. `dead`: attempts that
+    have ended, whose uploads go at once. `recorded`: uploads that events named, which is all there is to go by in a
+    store that cannot list them. An upload without a start time counts as old if its export is known, else as new.
     """
     check_deployment(store, deployment)
     found: dict[tuple[str, str], Upload] = {(upload.key, upload.id): upload for upload in recorded}
@@ -50,7 +51,7 @@ def reap(
         owner = owner_of(upload.key)
         if owner is None:
             continue
-        if _orphaned(upload, owner, running, known, now, grace):
+        if owner in dead or _orphaned(upload, owner, running, known, now, grace):
             if not dry_run:
                 store.abort_upload(upload)
             aborted.append(upload)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 from exporter.contract.errors import Cancelled, InternalError, StoreRejected, StoreUnavailable, WeightlessError
@@ -20,6 +21,17 @@ from exporter.stream.multipart import WeightStream
 from exporter.stream.ports import MultipartTarget, ReuseTarget, StreamListener
 from exporter.stream.table import layout_digest
 from exporter.stream.targets import DigestingTarget, HashingListener, HashingTarget
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """What stays of a finished stream; bytes."""
+
+    sent: int = 0
+    peak: int = 0
+    unused: int = 0
+    duplicate: int = 0
+    part_size: int = 0
 
 
 class ReusingStream:
@@ -64,6 +76,7 @@ class ReusingStream:
         self._digesting: DigestingTarget | None = None
         self._inner: WeightStream | None = None
         self._used: IndexEntry | None = None
+        self._totals: _Totals | None = None
         self._first_peak = 0
         self._aborted = False
         self._finished = False
@@ -88,29 +101,37 @@ class ReusingStream:
     @property
     def bytes_sent(self) -> int:
         """Bytes that went over the network."""
-        if self._digesting is None or self._inner is None:
-            return 0
-        return self._inner.bytes_sent - self._digesting.copied_bytes
+        return self._now().sent
 
     @property
     def peak_buffer(self) -> int:
         """Most bytes of part buffers that existed at once."""
-        return max(self._first_peak, self._inner.peak_buffer if self._inner else 0)
+        return self._now().peak
 
     @property
     def unused_bytes(self) -> int:
         """Bytes of segments that no method asks for."""
-        return self._inner.unused_bytes if self._inner else 0
+        return self._now().unused
 
     @property
     def duplicate_bytes(self) -> int:
         """Bytes of segments found equal to an earlier one too late."""
-        return self._inner.duplicate_bytes if self._inner else 0
+        return self._now().duplicate
+
+    def _now(self) -> _Totals:
+        if self._totals is not None:
+            return self._totals
+        inner = self._inner
+        if inner is None:
+            return _Totals(peak=self._first_peak)
+        sent = 0 if self._digesting is None else inner.bytes_sent - self._digesting.copied_bytes
+        peak = max(self._first_peak, inner.peak_buffer)
+        return _Totals(sent, peak, inner.unused_bytes, inner.duplicate_bytes, inner.part_size)
 
     def open(self, planned: Sequence[Segment], reserve: int = 0) -> None:
         """Plan, and look whether the store holds weights of this layout."""
         self._planned, self._reserve = planned, reserve
-        self._layout = layout_digest(planned)
+        self._layout = layout_digest(planned) if planned else ""
         found = self._index.candidates(self._layout) if planned and self._reuses else []
         # Parts of another size can never be equal, nor the base offset: such a candidate is none.
         wanted = self._part_size or (found[0].part_size if found else None)
@@ -138,7 +159,10 @@ class ReusingStream:
     def finish(self, *, name: str, layout: str, used: Mapping[str, Sequence[str]] | None) -> Data:
         """The file for the manifest: a stored one that is equal, else the one just sent."""
         data = self._finish(name, layout, used)
+        self._totals = self._now()
         self._finished = True
+        # Segments lead to weights that a back end may hold in memory: nothing of them is needed any more.
+        self._planned, self._sent, self._inner = (), [], None
         return data
 
     def _finish(self, name: str, layout: str, used: Mapping[str, Sequence[str]] | None) -> Data:
@@ -169,9 +193,9 @@ class ReusingStream:
         if self._used is not None:
             self._index.check(self._used)
             return data
-        if self._digesting is None or not self._planned:
+        if self._digesting is None or not self._layout:
             return data
-        part_size = self._opened().part_size
+        part_size = self._now().part_size
         entry = IndexEntry(key=self._own_key, part_size=part_size, data=data, parts=self._digesting.parts)
         self._published = entry
         winner = self._index.add(self._layout, entry)
@@ -194,8 +218,9 @@ class ReusingStream:
     def abort(self) -> None:
         """Give everything back, the index entry and the lease too; may come from another thread."""
         self._aborted = True
-        if self._inner is not None:
-            self._inner.abort()
+        inner = self._inner
+        if inner is not None:
+            inner.abort()
         if self._published is not None:
             with contextlib.suppress(StoreUnavailable, StoreRejected):
                 self._index.remove(self._layout, self._published)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Annotated, Any
+from urllib.parse import unquote
 
 import structlog
 from fastapi import APIRouter, Depends, Header, Query, Request
@@ -99,24 +101,41 @@ async def logs(
         raise NotFound(
             "the log is not on this machine", hint="Logs stay on the executor's machine, and for as long as it."
         )
-    lines = _follow(request, export.id, number) if follow else _text(source, export.id, number)
+    lines = _follow(request, export.id, attempt) if follow else _text(source, export.id, number)
     return StreamingResponse(
         lines, media_type="text/plain; charset=utf-8", headers={"X-Content-Type-Options": "nosniff"}
     )
 
 
+class LogText:
+    """A log's bytes, as they come, to clean text: whole lines, or 64 KiB of one without an end. Holds no more."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = ""
+
+    def feed(self, data: bytes, *, final: bool = False) -> str:
+        """What can be shown now; with `final` all that is left."""
+        text = self._pending + self._decoder.decode(data, final)
+        end = len(text) if final or len(text) >= LOG_CHUNK else text.rfind("\n") + 1
+        self._pending = text[end:]
+        return clean_text(text[:end])
+
+
 async def _text(source: LogSource, export_id: str, attempt: int) -> AsyncIterator[str]:
-    offset = 0
+    offset, text = 0, LogText()
     while chunk := await run_in_threadpool(source.read, export_id, attempt, offset, LOG_CHUNK):
         offset += len(chunk)
-        yield clean_text(chunk.decode("utf-8", "replace"))
+        yield text.feed(chunk)
+    yield text.feed(b"", final=True)
 
 
-async def _follow(request: Request, export_id: str, attempt: int) -> AsyncIterator[str]:
+async def _follow(request: Request, export_id: str, named: int | None) -> AsyncIterator[str]:
+    """The log of attempt `named`; where none is, of the newest, and then of those that follow it."""
     jobs: JobStore = request.app.state.jobs
     source: LogSource = request.app.state.logs
     feed: EventFeed = request.app.state.feed
-    offset, pending = 0, b""
+    attempt, offset, text = named or 0, 0, LogText()
     with feed.watch(export_id) as news:
         while not feed.stopping:
             news.clear()
@@ -128,11 +147,14 @@ async def _follow(request: Request, export_id: str, attempt: int) -> AsyncIterat
             chunk = await run_in_threadpool(source.read, export_id, attempt, offset, LOG_CHUNK) if attempt else None
             if chunk:
                 offset += len(chunk)
-                head, newline, pending = (pending + chunk).rpartition(b"\n")
-                yield clean_text((head + newline).decode("utf-8", "replace"))
+                yield text.feed(chunk)
+                continue
+            if named is None and export.attempt > attempt:
+                yield text.feed(b"", final=True)
+                attempt, offset, text = export.attempt, 0, LogText()
                 continue
             if export.state.terminal:
-                yield clean_text(pending.decode("utf-8", "replace"))
+                yield text.feed(b"", final=True)
                 return
             with suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), 0.5)
@@ -149,16 +171,14 @@ def manifest(
     export = find(request, allowed, export_id)
     data = _stored_manifest(request.app.state.store, export)
     headers = {"ETag": f'"{export.manifest_digest}"', "Cache-Control": "private, no-cache", "Vary": "Accept"}
-    if if_none_match is not None and f'"{export.manifest_digest}"' in [
-        part.strip() for part in if_none_match.split(",")
-    ]:
+    if if_none_match is not None and _matches(if_none_match, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     return Response(data, headers=headers, media_type=MEDIA_TYPE)
 
 
 @router.post("/exports/{export_id}/downloads", response_model=schemas.Downloads)
 def downloads(
-    request: Request, export_id: ExportId, allowed: Allowed, body: schemas.DownloadRequest | None = None
+    request: Request, export_id: ExportId, allowed: Allowed, body: schemas.DownloadBody | None = None
 ) -> Response:
     """Links to the export's files that need no login; their life is at most WEIGHTLESS_PRESIGN_MAX."""
     export = find(request, allowed, export_id)
@@ -175,6 +195,12 @@ def downloads(
     urls = {name: _link(store, key, seconds) for name, key in keys.items()}
     log.info("download links made", export=export.id, owner=allowed.caller.owner, files=list(urls), seconds=seconds)
     return JSONResponse({"expiresAt": rfc3339(expires), "urls": urls}, headers={"Cache-Control": "no-store"})
+
+
+def _matches(if_none_match: str, etag: str) -> bool:
+    """Whether If-None-Match names the tag; weakly compared, since proxies that compress make tags weak (RFC 9110)."""
+    parts = [part.strip().removeprefix("W/") for part in if_none_match.split(",")]
+    return etag in parts or parts == ["*"]
 
 
 def _stored_manifest(store: ArtifactStore, export: Export) -> bytes:
@@ -207,8 +233,9 @@ def _file_keys(store: ArtifactStore, export: Export, found: Manifest) -> dict[st
 
 
 def _below(folder: str, relative: str) -> str | None:
+    """The key of a URL relative to `folder`; None where it would leave the store."""
     parts: list[str] = folder.rstrip("/").split("/")
-    for part in relative.split("/"):
+    for part in unquote(relative).split("/"):
         if part == "..":
             if not parts:
                 return None

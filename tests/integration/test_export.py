@@ -46,7 +46,7 @@ def test_a_pt2_through_both_back_ends(
     assert finished["manifestUri"] == outcome.store.uri(manifest_key)
     content = outcome.store.read(manifest_key, 0, outcome.store.head(manifest_key).size)
     assert finished["manifestDigest"] == digest(content)
-    assert outcome.keys == [
+    assert [key for key in outcome.keys if not key.startswith("weights/by-layout/")] == [
         f"exports/{EXPORT_ID}/1/model.pte",
         manifest_key,
         f"weights/{EXPORT_ID}-1/model.ptd",

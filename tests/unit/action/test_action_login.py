@@ -45,6 +45,7 @@ def test_action_says_what_is_missing(tmp_path: Path) -> None:
     [
         ("s3://b/p/exports/exp_1/manifest.json", "1/model.pte", "s3://b/p/exports/exp_1/1/model.pte"),
         ("file:///s/exports/exp_1/manifest.json", "s3://b/w.ptd", "s3://b/w.ptd"),
+        ("file:///s/exports/exp_2/manifest.json", "../../weights/exp_1-1/w.ptd", "file:///s/weights/exp_1-1/w.ptd"),
     ],
 )
 def test_action_resolves_urls_against_the_manifest(manifest: str, url: str, expected: str) -> None:

@@ -6,9 +6,10 @@ import tracemalloc
 
 import pytest
 
+from exporter.artifact.location import StoreOrigin
 from exporter.artifact.transfer import Limits
 from exporter.artifact.verify import FileCheck, verify
-from exporter.contract.errors import Forbidden, StoreUnavailable
+from exporter.contract.errors import Forbidden, NotFound, StoreUnavailable
 from exporter.contract.manifest import Manifest
 
 from .conftest import Export, make_export
@@ -144,3 +145,17 @@ def test_memory_stays_within_the_bound() -> None:
     tracemalloc.stop()
     # The shelf copies each block that it is asked for, so a block counts twice here.
     assert peak < 2 * limits.buffer_bytes + 2**20
+
+
+def test_a_pulled_manifest_whose_urls_lead_out_of_its_folder(export: Export) -> None:
+    """In a store the data file is at ../../weights/…; beside a pulled manifest it is a sibling, or missing."""
+    raw = export.manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
+    raw["data"][0]["urls"] = [f"../../{export.keys['model.ptd']}"]
+    manifest = Manifest.model_validate(raw)
+    for name, key in export.keys.items():
+        export.store.objects[name] = export.store.objects[key]
+    pulled = StoreOrigin(export.store, "", siblings=True)
+    assert all(item.ok for item in verify(manifest, pulled, limits=SMALL))
+    del export.store.objects["model.ptd"]
+    with pytest.raises(NotFound, match=r"model\.ptd is not stored"):
+        pulled.locate("model.ptd", manifest.data[0].urls)

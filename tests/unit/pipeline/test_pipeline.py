@@ -179,12 +179,14 @@ def test_the_manifest_comes_last_and_the_check_before_it(run: Any) -> None:
     assert done.error is None
     home = f"exports/{ID}"
     assert done.check.seen == [f"{home}/3/files/b.json", f"{home}/3/model.pte", f"weights/{ID}-3/model.ptd"]
-    assert done.keys == sorted([*done.check.seen, f"{home}/manifest.json"])
+    (entry,) = done.store.list("weights/by-layout/")
+    assert done.keys == sorted([*done.check.seen, f"{home}/manifest.json", entry.key])
     manifest = parse_manifest(
         done.store.read(f"{home}/manifest.json", 0, done.store.head(f"{home}/manifest.json").size)
     )  # type: ignore[union-attr]
     assert [name.key for item in manifest.data[0].segments for name in item.names] == ["a", "made"]
     assert manifest.program.urls == ("3/model.pte",)
+    assert manifest.data[0].urls == (f"../../weights/{ID}-3/model.ptd",)
     assert manifest.files[0].urls == ("3/files/b.json",)
     assert manifest.verification[0].status == "passed"
     assert manifest.resources.bytes_uploaded == manifest.data[0].size

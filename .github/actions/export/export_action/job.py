@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import posixpath
 import signal
 import subprocess
 import sys
@@ -294,7 +295,10 @@ class signals:  # noqa: N801 - reads as a word after `with`
 
 def absolute(manifest_uri: str, url: str) -> str:
     """`url` of a manifest's file, resolved against the manifest's own URI."""
-    return url if "://" in url else f"{manifest_uri.rpartition('/')[0]}/{url}"
+    if "://" in url:
+        return url
+    scheme, _, rest = manifest_uri.rpartition("/")[0].partition("://")
+    return f"{scheme}://{posixpath.normpath(f'{rest}/{url}')}"
 
 
 def _model(export: Mapping[str, Any]) -> tuple[str, str]:
