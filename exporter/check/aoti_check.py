@@ -1,9 +1,9 @@
 """Runs a stored CUDA artifact on the GPU and compares it with eager.
 
 ExecuTorch's Python runtime has no CUDA back end, but torch can run what was exported: the `.so` is named data of the
-program, its constants are the segments of the stored `.ptd`. Every byte of both is read back by range and compared with
-its digest on the way; the weights go through a pipe to a child process (`exporter.check.aoti_child`), which holds them on
-the GPU and nowhere else. Eager runs here, on the GPU too, with weights from the source.
+program, its constants are the segments of the stored `.ptd`. Every byte of both is read back by range and compared
+with its digest on the way; the weights go through a pipe to a child process (`exporter.check.aoti_child`), which holds
+them on the GPU and nowhere else. Eager runs here, on the GPU too, with weights from the source.
 
 Host memory: two chunks of 8 MiB and the program, whatever the model's size. GPU memory: the weights once, at two times.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from safetensors.torch import save_file
@@ -189,13 +189,13 @@ class AotiCheck:
             raise _failed("incomplete", "", f"the program asks for {sorted(missing)[0]}, which no stored data file has")
         return order
 
-    def _send(self, key: str, data: Data, wanted: set[str] | dict[str, Any], sink: BinaryIO | None) -> None:
+    def _send(self, key: str, data: Data, wanted: set[str] | dict[str, Any], sink: IO[bytes] | None) -> None:
         """Read a data file back, compare header, segments and gaps, and write wanted segments to `sink`."""
         stored = self._reads.head(key)
         if stored is None or stored.size != data.size:
             size = "absent" if stored is None else f"{stored.size} bytes"
             raise _failed("truncated", data.name, f"{data.name} is {size} in the store, {data.size} bytes were sent")
-        header = self._read_checked(key, 0, data.header_size, data.header_digest, data.name, "its header", None)
+        header = self._read_checked(key, 0, data.header_size or 0, data.header_digest, data.name, "its header", None)
         at = header
         for segment in data.segments:
             start = data.segment_base_offset + segment.offset
@@ -205,7 +205,7 @@ class AotiCheck:
             at = start + self._read_checked(key, start, segment.size, segment.digest, data.name, what, target)
 
     def _read_checked(
-        self, key: str, start: int, size: int, wanted: str, name: str, what: str, sink: BinaryIO | None
+        self, key: str, start: int, size: int, wanted: str, name: str, what: str, sink: IO[bytes] | None
     ) -> int:
         digest = hashlib.sha256()
         for offset in range(0, size, CHUNK):

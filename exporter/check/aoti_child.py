@@ -1,8 +1,9 @@
 """The child process of a CUDA check: loads the stored library with torch, binds the weights, runs, compares.
 
 `python -m exporter.check.aoti_child FOLDER` reads `request.json`, libraries and tensors from FOLDER (what
-`exporter.check.aoti_check` wrote) and the weights from standard input, storage after storage. It answers with JSON lines:
-`{"doing": …}` before each step, `{"method": …, "error": …}` or `{"method": …, "skipped": …}` per method, `{"failure": …}`.
+`exporter.check.aoti_check` wrote) and the weights from standard input, storage after storage. It answers with JSON
+lines: `{"doing": …}` before each step, `{"method": …, "error": …}` or `{"method": …, "skipped": …}` per method, and
+`{"failure": …}`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _promote_symbols() -> None:
 def _read_storages(wanted: list[dict[str, Any]], source: BinaryIO) -> dict[str, torch.Tensor]:
     found = {}
     buffer = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
-    view = memoryview(buffer.numpy())
+    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     for storage in wanted:
         made = torch.empty(storage["size"], dtype=torch.uint8, device="cuda")
         at = 0
@@ -84,9 +85,7 @@ def _run(
             return
         raise
     by_fqn = {constant["fqn"]: _view(constant, storages) for constant in case["constants"]}
-    # The binding's name before torch 2.13 and since.
-    ask = getattr(runner, "get_constant_names_to_original_fqns", None) or runner.getConstantNamesToOriginalFQNs
-    names: dict[str, str] = ask()
+    names = runner.get_constant_names_to_original_fqns()
     missing = sorted(set(names.values()) - set(by_fqn))
     if missing:
         raise Mismatch(f"method {method}: the library asks for {missing[0]}, which the program does not list")
@@ -105,7 +104,7 @@ def _view(constant: dict[str, Any], storages: dict[str, torch.Tensor]) -> torch.
     dtype: torch.dtype = getattr(torch, constant["dtype"])
     storage = storages[constant["key"]].untyped_storage()
     empty = torch.empty(0, dtype=dtype, device="cuda")
-    return empty.set_(storage, constant["offset"], tuple(constant["sizes"]), tuple(constant["strides"]))  # type: ignore[call-overload, no-any-return]
+    return empty.set_(storage, constant["offset"], tuple(constant["sizes"]), tuple(constant["strides"]))
 
 
 def _say(**record: object) -> None:

@@ -1,7 +1,7 @@
 """What a CUDA program says of itself: per method its delegates, each with a shared object and its constants.
 
-The delegate's payload is `ETCUDAFQN3`, the library's key, then per constant: FQN, storage key, storage size, scalar type,
-device type, storage offset, sizes and strides (written by executorch/backends/cuda/cuda_weight_collector.py, 1.5.1).
+The delegate's payload is `ETCUDAFQN3`, the library's key, then per constant: FQN, storage key, storage size, scalar
+type, device type, storage offset, sizes and strides (executorch/backends/cuda/cuda_weight_collector.py of 1.5.1).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 AOTInductor embeds each kernel as a fat binary (multi-arch) or as a bare cubin. A fat binary starts with 0xBA55ED50, its
 version, header size and payload size; each entry has its kind (1: PTX, 2: ELF), header size, payload size and, at byte
-28, its architecture. A cubin is an ELF file of machine 190 (EM_CUDA) whose flags hold the architecture. Both layouts are
-what `cuobjdump` reads; tests/gpu compares with it.
+28, its architecture. A cubin is an ELF file of machine 190 (EM_CUDA) whose flags hold the architecture. Both layouts
+are what `cuobjdump` reads; tests/gpu compares with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The canonical form of a weight: what ``tensor.to(device)`` would produce, and its bytes in pieces.
 
-`Tensor.to` copies under preserve_format: a tensor that is dense and without overlap keeps its strides, any other becomes
-dense in the same order of dimensions; the storage is exactly as large as the tensor, the offset is 0.
+`Tensor.to` copies under preserve_format: a tensor that is dense and without overlap keeps its strides, any other
+becomes dense in the same order of dimensions; the storage is exactly as large as the tensor, the offset is 0.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
         dense = dense.resolve_conj().resolve_neg()
     if dense.device.type != "cpu":
         dense = dense.cpu()
-    return memoryview(dense.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(dense.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def is_zero(tensor: torch.Tensor) -> bool:

@@ -60,7 +60,7 @@ def small_workers(count: int, last_method: Callable[[], bool]) -> Iterator[None]
     from torch._inductor import async_compile, codecache, config
 
     before = {name: os.environ.get(name) for name in _ALLOCATOR}
-    pool, compiler = async_compile.SubprocPool, vars(codecache.AotCodeCompiler)["compile"]
+    pool, compiler = vars(async_compile)["SubprocPool"], vars(codecache.AotCodeCompiler)["compile"]
     compile_code = codecache.AotCodeCompiler.compile
 
     def compile_without_workers(*args: Any, **kwargs: Any) -> Any:

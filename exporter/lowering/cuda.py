@@ -2,15 +2,19 @@
 
 `plan` names the segments, `lower` compiles while they are sent, and at the end every constant that AOTInductor kept is
 matched with a planned segment by the identity of its stand-in. What it made itself is small and is appended. With
-`lowMemoryMode: false` nothing of upstream is replaced or configured: weights are loaded, and all segments come at the end.
+`lowMemoryMode: false` nothing of upstream is replaced or configured: weights are loaded, all segments come at the end.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +53,7 @@ RESERVE_BYTES = 64 * 2**20
 """Room in the part plan for constants that the compiler makes, beyond the tensors that stay real."""
 
 COMPILE_THREADS = 3
-"""Compile workers of Inductor. By default there is one per core, each of about 150 MiB: more than the export itself."""
+"""Compile workers of Inductor. Its default is one per core, each of about 150 MiB: more than the export itself."""
 
 
 def storage_key(fqn: str) -> str:
@@ -120,10 +124,13 @@ class CudaLowering:
         fill_from_source(captured)
         methods = list(captured.programs)
         progress.step("compiling", methods[0], 0, len(methods))
+        outside = tempfile.gettempdir()
         with compile_folder(), shared_memory_limit(self._target):
             manager = self._compile(captured, lambda programs: None)
+            # Upstream keeps each storage in a file of the compile's folder: they move out before it is removed.
+            entries = [(keys, _kept(data, outside), alignment) for keys, data, alignment in _external_entries(manager)]
+            manager._pte_data._buffers = [_kept(piece, outside) for piece in manager._pte_data._buffers]
         progress.step("compiling", methods[-1], len(methods), len(methods))
-        entries = _external_entries(manager)
         segments = [_appended(index, keys, data, alignment) for index, (keys, data, alignment) in enumerate(entries)]
         return _lowered(manager, captured, segments, {}, {"gpuPeakAllocatedBytes": _gpu_peak()})
 
@@ -166,6 +173,19 @@ def _external_entries(manager: Any) -> list[_Entry]:
         keys.append(key)
         found[entry.buffer_index] = (keys, data, max(alignment, entry.alignment))
     return list(found.values())
+
+
+def _kept(data: Any, outside: str) -> Any:
+    """`data`, its file moved below `outside` if it has one; the file goes when the object does."""
+    from executorch.exir._serialize._cord import FileBackedData
+
+    if isinstance(data, FileBackedData) and Path(data._path).exists():
+        folder = Path(tempfile.mkdtemp(prefix="weightless-segment-", dir=outside))
+        target = folder / "data"
+        shutil.move(data._path, target)
+        data._path = str(target)
+        weakref.finalize(data, shutil.rmtree, folder, ignore_errors=True)
+    return data
 
 
 def _match(entries: list[_Entry]) -> tuple[dict[str, list[str]], list[Segment]]:

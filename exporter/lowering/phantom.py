@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
-from executorch.exir._serialize._cord import FileBackedData
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
@@ -28,6 +28,10 @@ from exporter.contract.segments import Chunk
 from exporter.lowering.canonical import Layout
 from exporter.lowering.seams import check_seams
 from exporter.lowering.weights import PHANTOM_BYTES, Weight, WeightSet, state_tables
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # ExecuTorch 1.5.1 uses deprecated parts of the standard library at import
+    from executorch.exir._serialize._cord import FileBackedData
 
 _CUDA = "executorch.backends.cuda.cuda_backend"
 _COLLECTOR = "executorch.backends.cuda.cuda_weight_collector"
@@ -132,7 +136,7 @@ class Phantoms:
                 torch.Tensor, lambda tensor: tensor.to(location), program.example_inputs
             )
         importlib.import_module(_CUDA)._move_graph_nodes_to_device(program.graph_module, location)
-        program.validate()
+        program.validate()  # type: ignore[no-untyped-call]
         return program
 
     def _moved(self, fqn: str, value: torch.Tensor, location: str) -> torch.Tensor:
@@ -221,9 +225,18 @@ def phantom_weights(phantoms: Phantoms) -> Iterator[None]:
 
     `ToolchainMismatch` at entry where an upstream name is not as the seam table says; then nothing was replaced.
     """
-    check_seams()
     if not _ACTIVE.acquire(blocking=False):
         raise InternalError("a second export with phantom weights was started in one process")
+    try:
+        check_seams()
+        with _replaced(phantoms):
+            yield
+    finally:
+        _ACTIVE.release()
+
+
+@contextmanager
+def _replaced(phantoms: Phantoms) -> Iterator[None]:
     cuda, collector = importlib.import_module(_CUDA), importlib.import_module(_COLLECTOR)
     tuner = importlib.import_module(_HEURISTICS).CachingAutotuner
     selector = importlib.import_module(_SELECT).AlgorithmSelectorCache
@@ -240,7 +253,8 @@ def phantom_weights(phantoms: Phantoms) -> Iterator[None]:
     def watched_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = run(self, *args, **kwargs)
         meta = getattr(self, "inductor_meta", None) or {}
-        phantoms.saw_kernel(str(meta.get("kernel_name") or getattr(self.fn, "__name__", "unknown")))
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        phantoms.saw_kernel(_described(str(meta.get("kernel_name", "kernel")), tensors))
         return result
 
     def watched_benchmark(choice: Any, autotune_args: Any) -> Any:
@@ -266,4 +280,12 @@ def phantom_weights(phantoms: Phantoms) -> Iterator[None]:
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
-        _ACTIVE.release()
+
+
+def _described(name: str, tensors: list[torch.Tensor]) -> str:
+    """A kernel by its name and largest argument: while its fusion is tuned it has no name yet, only a placeholder."""
+    known = "a fused kernel" if "Placeholder" in name else name
+    largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.element_size(), default=None)
+    if largest is None:
+        return known
+    return f"{known} on {'x'.join(map(str, largest.shape))} {str(largest.dtype).removeprefix('torch.')}"

@@ -1,7 +1,7 @@
 """Operators without a CUDA fallback kernel, named before any compile.
 
-Upstream finds them too, but while it writes the wrapper, after all kernels were tuned. Inductor turns an operator into a
-call of libtorch where its lowering is a fallback handler or where it has none; the ExecuTorch runtime ships only the
+Upstream finds them too, but while it writes the wrapper, after all kernels were tuned. Inductor turns an operator into
+a call of libtorch where its lowering is a fallback handler or where it has none; the ExecuTorch runtime ships only the
 kernels of `CudaBackend.get_supported_fallback_kernels`. What Inductor decides by shape (a convolution without a Triton
 candidate, say) is not foreseen here and is still refused after the compile, by the same error.
 """
@@ -65,7 +65,7 @@ class _Recorder(TorchDispatchMode):
     """Runs operators on fake tensors, decomposed as Inductor would, and keeps those that are left."""
 
     def __init__(self, table: Mapping[OpOverload, Callable[..., Any]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._table = table
         self.leaves: set[OpOverload] = set()
 

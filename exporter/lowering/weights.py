@@ -144,7 +144,7 @@ def inner_tensors(fqn: str, value: object) -> list[tuple[str, torch.Tensor]]:
     if not isinstance(value, torch.Tensor):
         return []
     plain = _flatten(value)
-    if not is_traceable_wrapper_subclass(value):
+    if not _is_wrapper(value):
         return [(fqn, value)]
     owner, _, leaf = fqn.rpartition(".")
     prefix = f"{owner}.parametrizations.{leaf}" if owner else f"parametrizations.{leaf}"
@@ -152,10 +152,14 @@ def inner_tensors(fqn: str, value: object) -> list[tuple[str, torch.Tensor]]:
 
 
 def _flatten(value: torch.Tensor) -> list[torch.Tensor]:
-    if not is_traceable_wrapper_subclass(value):
+    if not _is_wrapper(value):
         return [value]
-    names, _ = value.__tensor_flatten__()
+    names: list[str] = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
     return [plain for name in names for plain in _flatten(getattr(value, name))]
+
+
+def _is_wrapper(value: torch.Tensor) -> bool:
+    return is_traceable_wrapper_subclass(value)
 
 
 @dataclass(slots=True)
@@ -180,7 +184,7 @@ def _alias_ties(captured: Captured, infos: dict[str, TensorInfo]) -> dict[str, s
             fqn: tensor
             for table in state_tables(program)
             for fqn, tensor in table.items()
-            if isinstance(tensor, torch.Tensor) and tensor.numel() and not is_traceable_wrapper_subclass(tensor)
+            if isinstance(tensor, torch.Tensor) and tensor.numel() and not _is_wrapper(tensor)
         }
         given = {_place_of(tensor): fqn for fqn, tensor in tensors.items() if fqn in infos}
         storages = {place[0] for place in given}

@@ -35,8 +35,8 @@ from exporter.lowering.cuda import CudaLowering, _external_entries, inductor_set
 from exporter.lowering.cuda_target import compile_specs
 from exporter.lowering.scratch import compile_folder
 from exporter.source.captured import Captured
-from exporter.source.program_copy import copy_program
 from exporter.source.ports import TensorInfo
+from exporter.source.program_copy import copy_program
 from tests.gpu.models import HELD, SOURCED, Programs, Samples
 
 TARGET = Target(backend="cuda", max_autotune=True)
@@ -271,7 +271,7 @@ def compare(case: str) -> dict[str, Any]:
         import executorch.backends.cuda.quantize_op_dispatch  # noqa: F401
         from torch._inductor import config
 
-        # Both sides tune one candidate per matrix product: what is compared is weights, and the models have many shapes.
+        # Both sides tune one candidate per matrix product: weights are compared, and these models have many shapes.
         config.test_configs.max_mm_configs = 1
         config.benchmark_epilogue_fusion = False
     programs, samples = {**SOURCED, **HELD}[case]()
