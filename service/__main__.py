@@ -18,8 +18,10 @@ from exporter.contract.errors import InvalidRequest, WeightlessError
 from exporter.store.open import open_store
 from service.app import Parts, create_app
 from service.auth import Authenticator
+from service.commands.orphans import Orphans
 from service.database import Database
 from service.delivery_table import DeliveryTable
+from service.deployment import deployment_id
 from service.executor_table import ExecutorTable
 from service.executors.base import Executor
 from service.executors.local import COMMAND, LocalExecutor, LocalLogs
@@ -30,6 +32,7 @@ from service.logging_setup import configure_logging
 from service.metrics import Metrics
 from service.oidc import OidcVerifier
 from service.policy import load_policy
+from service.reaper import Reaper
 from service.running import Timing
 from service.scheduler import Scheduler
 from service.settings import GITHUB_ISSUER, Settings, load_settings
@@ -75,7 +78,8 @@ def build(settings: Settings, *, command: Sequence[str] = COMMAND) -> tuple[Part
     executor = _executor(settings, command)
     database.migrate()
     store = open_store(settings.store_spec())
-    table, jobs = ExecutorTable(database), JobStore(database)
+    table, jobs, deployment = ExecutorTable(database), JobStore(database), deployment_id(database)
+    reaper = Reaper(Orphans(jobs, settings, deployment).abort)
     scheduler = Scheduler(
         queue=JobQueue(database),
         table=table,
@@ -83,6 +87,7 @@ def build(settings: Settings, *, command: Sequence[str] = COMMAND) -> tuple[Part
         store=store,
         store_spec=settings.store_spec,
         sources=settings.source_policy,
+        deployment=deployment,
         timing=Timing(lease=float(settings.lease_seconds)),
     )
     parts = Parts(
@@ -94,7 +99,7 @@ def build(settings: Settings, *, command: Sequence[str] = COMMAND) -> tuple[Part
         policy=load_policy(settings.policy),
         logs=LocalLogs(settings.data_dir),
         metrics=Metrics(jobs, table),
-        background=_background(scheduler, executor, settings, _sender(settings, database)),
+        background=_background(scheduler, executor, settings, reaper, _sender(settings, database)),
     )
     return parts, scheduler, database
 
@@ -137,7 +142,7 @@ def _sender(settings: Settings, database: Database) -> WebhookSender | None:
 
 
 def _background(
-    scheduler: Scheduler, executor: Executor, settings: Settings, sender: WebhookSender | None
+    scheduler: Scheduler, executor: Executor, settings: Settings, reaper: Reaper, sender: WebhookSender | None
 ) -> Callable[[], AbstractAsyncContextManager[None]]:
     """The scheduler's thread, for as long as the app lives; at the end it drains where attempts could not go on."""
 
@@ -145,11 +150,13 @@ def _background(
     async def running() -> AsyncIterator[None]:
         thread = threading.Thread(target=scheduler.run, name="scheduler", daemon=True)
         thread.start()
+        threading.Thread(target=reaper.run, name="reaper", daemon=True).start()
         if sender is not None:
             threading.Thread(target=sender.run, name="webhooks", daemon=True).start()
         try:
             yield
         finally:
+            reaper.stop()
             if sender is not None:
                 sender.stop()
             scheduler.drain()

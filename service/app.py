@@ -22,6 +22,7 @@ from service.auth import Authenticator
 from service.body import StrictJsonBodies
 from service.event_feed import EventFeed
 from service.executor_table import ExecutorTable
+from service.head_requests import HeadRequests
 from service.job_store import JobStore
 from service.metrics import Metrics
 from service.policy import Policy
@@ -72,6 +73,7 @@ def create_app(parts: Parts) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would take scheme and host from the request
         responses={
             code: {"model": Problem, "content": {problems.PROBLEM: {}}, "description": "An error (RFC 9457)."}
             for code in (401, 403, 404, 409, 413, 415, 422, 429, 500, 502, 503)
@@ -99,6 +101,7 @@ def create_app(parts: Parts) -> FastAPI:
         app.include_router(pages.router)
         app.state.export_page = getattr(pages, "export_page", None)
         app.add_middleware(pages.middleware)
+    app.add_middleware(HeadRequests)
     return app
 
 

@@ -130,6 +130,11 @@ class JobStore:
         with self._db.read() as connection:
             return [export_of(row) for row in connection.execute(query).mappings()]
 
+    def prefixes(self) -> set[str]:
+        """Every store prefix that an export has; reads the whole table."""
+        with self._db.read() as connection:
+            return set(connection.execute(select(exports.c.prefix).distinct()).scalars())
+
     def attempts(self, export_ids: Sequence[str]) -> dict[str, Sequence[Attempt]]:
         """The attempts of each export, oldest first."""
         found: dict[str, list[Attempt]] = {export_id: [] for export_id in export_ids}

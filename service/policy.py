@@ -116,6 +116,16 @@ class Access:
         if action not in self.actions:
             raise _forbidden(f"this caller may not {action}", self.reason)
 
+    def require_recipe(self, recipe: str) -> None:
+        """`Forbidden` unless the rule names the recipe."""
+        if self.rule is not None and not _any_glob(self.rule.recipes, recipe):
+            raise _forbidden(f"this caller may not use the recipe {recipe}", "recipe")
+
+    def require_source(self, source: str) -> None:
+        """`Forbidden` unless the rule names the source; `SourceAccessDenied` where it is no source at all."""
+        if self.rule is not None and not _any_glob(self.rule.sources, normalised(source)):
+            raise _forbidden("this caller's rule does not name the source", "source")
+
     def may_see(self, export: Export) -> bool:
         """Whether the export exists for this caller."""
         return export.owner == self.caller.owner or bool({"read-all", "admin"} & self.actions)
@@ -127,12 +137,10 @@ class Access:
     def authorise(self, request: ExportRequest) -> ExportRequest:
         """The request with the rule's budgets where it has none; `Forbidden` otherwise."""
         self.require("submit")
+        self.require_recipe(request.recipe)
+        self.require_source(request.source)
         if self.rule is None:
             return request
-        if not _any_glob(self.rule.recipes, request.recipe):
-            raise _forbidden(f"this caller may not use the recipe {request.recipe}", "recipe")
-        if not _any_glob(self.rule.sources, normalised(request.source)):
-            raise _forbidden("this caller's rule does not name the source", "source")
         merged = {}
         for name in _BUDGETS:
             limit, asked = getattr(self.rule.budgets, name), getattr(request.budgets, name)
@@ -187,7 +195,7 @@ def parse_policy(text: bytes) -> PolicyFile:
     """The policy in YAML: plain data only, no repeated or unknown keys."""
     if len(text) > MAX_POLICY:
         raise InvalidRequest("the policy file is larger than 1 MiB", hint="Split the service instead.")
-    hint = "contract.md has an example of a policy file."
+    hint = "The README has an example of a policy file, under Policy."
     try:
         raw = yaml.load(text, _UniqueKeys)  # noqa: S506 - a subclass of SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:

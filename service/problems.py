@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError, ResponseValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from exporter.contract import errors
 
@@ -120,9 +121,22 @@ async def _http(request: Request, error: Exception) -> Response:
             f"{request.method} is not possible here", hint="GET /openapi.json lists the calls."
         )
         answer = problem(wrong, status=405)
-        answer.headers.update(error.headers or {})
+        answer.headers["Allow"] = ", ".join(sorted(_methods(request)))
         return answer
     return problem(errors.InvalidRequest(str(error.detail)), status=error.status_code)
+
+
+def _methods(request: Request) -> set[str]:
+    """The methods that some route takes at the request's path; HEAD wherever GET is (`service.head_requests`).
+
+    The router itself names the methods of the first route alone.
+    """
+    found = {
+        method
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in request.app.routes)
+    }
+    return found | ({"HEAD"} if "GET" in found else set())
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

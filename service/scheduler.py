@@ -58,6 +58,7 @@ class Scheduler:
         store: ArtifactStore,
         store_spec: Callable[[str], StoreSpec],
         sources: SourcePolicy,
+        deployment: str = "",
         timing: Timing | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -67,6 +68,7 @@ class Scheduler:
         self._store = store
         self._store_spec = store_spec
         self._sources = sources
+        self._deployment = deployment
         self._timing = timing or Timing()
         self._clock = clock
         self._name = f"{executor.host}:{uuid.uuid4().hex[:12]}"
@@ -204,6 +206,7 @@ class Scheduler:
             request=export.body,
             store=self._store_spec(export.prefix),
             sources=self._sources,
+            deployment=self._deployment,
         )
         log.info("attempt starts", export=export.id, attempt=export.attempt, slot=slot)
         try:

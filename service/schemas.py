@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 from pydantic.alias_generators import to_camel
 
 from exporter.contract.base import Duration, Strict
+from exporter.contract.spec import ExportRequest
 from service.jobs import Attempt, Export
 from service.rows import rfc3339
+
+
+def as_documented(kind: type[BaseModel]) -> WrapValidator:
+    """Read a body by its JSON names and JSON types alone.
+
+    Python may build our models by their field names, and pydantic would take `"5"` for 5 and `"no"` for false: a caller
+    may not, or the same request would mean two things.
+    """
+    return WrapValidator(lambda value, _: kind.model_validate_json(json.dumps(value), strict=True, by_name=False))
+
+
+Submission = Annotated[ExportRequest, as_documented(ExportRequest)]
+"""The body of POST /exports."""
 
 
 class View(BaseModel):
@@ -141,6 +156,9 @@ class DownloadRequest(Strict):
     """The body of POST /exports/{id}/downloads; seconds, or a string such as "30m"."""
 
     expires_in: Duration = Field(default=3600)
+
+
+DownloadBody = Annotated[DownloadRequest, as_documented(DownloadRequest)]
 
 
 class Downloads(View):

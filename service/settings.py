@@ -137,6 +137,22 @@ class Settings(BaseSettings):
             raise ValueError("a store is file:///dir, s3://bucket/prefix or memory://")
         return value
 
+    @field_validator("public_url", mode="after")
+    @classmethod
+    def _web_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            parts = urlsplit(value)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+                raise ValueError("a public URL is http:// or https:// and a host")
+        return value
+
+    @field_validator("s3_ca_bundle", mode="after")
+    @classmethod
+    def _file(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).is_file():
+            raise ValueError("there is no such file")
+        return value
+
     @field_validator("source_roots", mode="after")
     @classmethod
     def _roots(cls, value: tuple[str, ...]) -> tuple[str, ...]:

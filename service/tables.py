@@ -143,6 +143,13 @@ counters = Table(
     Column("value", Double, nullable=False),
 )
 
+deployment = Table(
+    "deployment",
+    metadata,
+    Column("number", Integer, primary_key=True),
+    Column("id", String(32), nullable=False),
+)
+
 tokens = Table(
     "tokens",
     metadata,

@@ -75,7 +75,7 @@ class TokenTable:
                 changed.rowcount == 0
                 and connection.execute(select(tokens.c.id).where(tokens.c.id == token_id)).first() is None
             ):
-                raise NotFound(f"there is no token {token_id}")
+                raise NotFound(f"there is no token {token_id}", hint="`weightless token list` shows them.")
 
     def all(self) -> list[TokenRow]:
         """Every token, newest first."""

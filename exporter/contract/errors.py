@@ -54,7 +54,7 @@ class InvalidRequest(WeightlessError):
 
     code = "invalid-request"
     actor = "user"
-    default_hint = "Compare the request with GET /recipes/{name}: it has the options' schema and an example."
+    default_hint = "Correct what is named; GET /recipes/{name} has a recipe's options and an example."
 
 
 class SourceNotFound(WeightlessError):

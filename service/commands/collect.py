@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +9,10 @@ from exporter.artifact.gc import Sweep, Swept
 from exporter.artifact.owners import Owner
 from exporter.artifact.ports import SweptStore
 from exporter.artifact.reap import reap
-from exporter.contract.objects import Upload
 from exporter.store.open import open_store
+from service.commands.uploads import recorded_uploads
 from service.database import Database
+from service.deployment import deployment_id
 from service.job_store import JobStore, ListFilter
 from service.jobs import ACTIVE, Export
 from service.settings import Settings
@@ -29,13 +29,20 @@ def collect(
     database = Database(settings.sqlalchemy_url)
     try:
         database.migrate()
-        return _collect(JobStore(database), settings, older_than, wait, now, dry_run)
+        deployment = deployment_id(database)
+        return _collect(JobStore(database), settings, deployment, older_than, wait, now, dry_run)
     finally:
         database.dispose()
 
 
 def _collect(
-    jobs: JobStore, settings: Settings, older_than: int | None, wait: int | None, now: float, dry_run: bool
+    jobs: JobStore,
+    settings: Settings,
+    deployment: str,
+    older_than: int | None,
+    wait: int | None,
+    now: float,
+    dry_run: bool,
 ) -> dict[str, Any]:
     exports = list(_all(jobs))
     cutoff = None if older_than is None else now - older_than
@@ -56,13 +63,21 @@ def _collect(
             now=now,
             wait=max(longest, LONGEST_DEADLINE) + settings.reap_grace if wait is None else wait,
             grace=settings.reap_grace,
+            deployment=deployment,
             dry_run=dry_run,
         ).run()
         _add(total, swept, prefix)
         mine = [export for export in exports if export.prefix == prefix]
-        recorded = [] if store.capabilities.list_uploads else list(_recorded(jobs, store, mine))
+        recorded = [] if store.capabilities.list_uploads else list(recorded_uploads(jobs, store, mine))
         reaped = reap(
-            store, running=running, known=known, recorded=recorded, now=now, grace=settings.reap_grace, dry_run=dry_run
+            store,
+            running=running,
+            known=known,
+            recorded=recorded,
+            now=now,
+            grace=settings.reap_grace,
+            deployment=deployment,
+            dry_run=dry_run,
         )
         aborted += [{"key": _join(prefix, upload.key), "uploadId": upload.id} for upload in reaped.aborted]
     expired = sorted(due | set(total.expired))
@@ -97,25 +112,6 @@ def _due(export: Export, cutoff: float | None, now: float) -> bool:
 
 def _deadline(export: Export) -> int:
     return export.body.budgets.wall_time or LONGEST_DEADLINE
-
-
-def _recorded(jobs: JobStore, store: SweptStore, exports: list[Export]) -> Iterator[Upload]:
-    """Uploads that events named as opened and not as ended, for a store that cannot list them."""
-    for export in exports:
-        opened: dict[str, Upload] = {}
-        for row in jobs.events(export.id, kind="upload", limit=10_000):
-            event = _upload_event(row.data)
-            key = store.key_of(str(event.get("uri", "")))
-            if event.get("state") != "opened":
-                opened.pop(str(event.get("uploadId")), None)
-            elif key is not None:
-                opened[str(event["uploadId"])] = Upload(key, str(event["uploadId"]))
-        yield from opened.values()
-
-
-def _upload_event(text: str) -> dict[str, Any]:
-    event = json.loads(text)
-    return event if isinstance(event, dict) else {}
 
 
 def _add(total: Swept, swept: Swept, prefix: str) -> None:

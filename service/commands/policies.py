@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from exporter.contract.errors import InvalidRequest, WeightlessError
 from service.commands.output import DONE, NOT_ALLOWED, Json, Output
@@ -14,6 +15,7 @@ from service.commands.output import DONE, NOT_ALLOWED, Json, Output
 if TYPE_CHECKING:
     from service.policy import Access, Caller
 
+_CLAIMS_HINT = 'A file such as {"repository_id": "123", "ref": "refs/heads/main", "event_name": "push"}.'
 app = typer.Typer(no_args_is_help=True, help="The policy file: what it decides, and why.")
 
 
@@ -54,15 +56,14 @@ def check(
     if allowed:
         output.line(f"allowed: {', '.join(sorted(access.actions))}", "green")
     else:
-        reason = access.reason if refusal is None else str(refusal.details.get("reason"))
-        output.line(f"denied: {reason}{'' if refusal is None else f' ({refusal.message})'}", "red")
+        output.line(f"denied: {_reason(access, refusal)}{'' if refusal is None else f' ({refusal.message})'}", "red")
     matched = next((finding.rule for finding in access.findings if finding.matched), None)
     output.result(
         {
             "allowed": allowed,
             "rule": None if matched is None else matched + 1,
             "actions": sorted(access.actions),
-            "reason": None if allowed else (access.reason if refusal is None else refusal.details.get("reason")),
+            "reason": None if allowed else _reason(access, refusal),
             "findings": [
                 {"rule": item.rule + 1, "matched": item.matched, "failed": item.failed, "sentence": item.sentence}
                 for item in access.findings
@@ -72,33 +73,48 @@ def check(
     raise typer.Exit(DONE if allowed else NOT_ALLOWED)
 
 
+def _reason(access: Access, refusal: WeightlessError | None) -> str:
+    return access.reason if refusal is None else str(refusal.details.get("reason") or refusal.code)
+
+
 def _caller(path: Path) -> Caller:
     from service.auth import github_caller
 
     try:
         claims: Any = json.loads(path.read_bytes())
     except OSError as error:
-        raise InvalidRequest(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidRequest(f"{path} is not JSON: {error}") from error
+        raise InvalidRequest(f"{path}: {error.strerror}", hint=_CLAIMS_HINT) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}", hint=_CLAIMS_HINT) from error
     if not isinstance(claims, dict):
-        raise InvalidRequest(f"{path} is not a JSON object of claims")
+        raise InvalidRequest(f"{path} is not a JSON object of claims", hint=_CLAIMS_HINT)
     return github_caller(claims)
 
 
 def _refusal(access: Access, recipe: str | None, source: str | None) -> WeightlessError | None:
-    from exporter.contract.spec import ExportRequest
-
-    if recipe is None and source is None:
-        return None
-    rule = access.rule
-    asked_recipe = recipe or (rule.recipes[0].replace("*", "any") if rule is not None else "any")
-    asked_source = source or (rule.sources[0].replace("*", "any") if rule is not None and rule.sources else "s3://any")
-    request = ExportRequest.model_validate(
-        {"recipe": asked_recipe, "source": asked_source, "target": {"backend": "cuda"}}
-    )
+    """Why the caller may not export that; what is not named is not asked about."""
+    _check_names(recipe, source)
     try:
-        access.authorise(request)
+        if recipe is not None or source is not None:
+            access.require("submit")
+        if recipe is not None:
+            access.require_recipe(recipe)
+        if source is not None:
+            access.require_source(source)
     except WeightlessError as error:
         return error
     return None
+
+
+def _check_names(recipe: str | None, source: str | None) -> None:
+    """`InvalidRequest` for a recipe or source that no request can hold."""
+    from exporter.contract.spec import ExportRequest
+
+    body = {"recipe": recipe or "any", "source": source or "s3://any", "target": {"backend": "cuda"}}
+    try:
+        ExportRequest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise InvalidRequest(
+            f"--{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}", hint="No request can name it."
+        ) from error

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BeforeValidator
 
 from exporter.contract.errors import IllegalState, InvalidRequest, QueueFull
 from exporter.contract.spec import EXPORT_ID, ExportRequest
@@ -28,6 +29,8 @@ router = APIRouter(tags=["exports"])
 QUEUE_LIMIT = 1000
 """Queued exports that one authenticated caller may have."""
 Plain = Annotated[str, Query(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+EmptyIsAny = BeforeValidator(lambda value: None if value == "" else value)
+"""A filter without a value, as a form sends it, is none."""
 _LIST_ITEM: dict[int | str, dict[str, Any]] = {200: {"model": schemas.ExportList}}
 
 
@@ -40,12 +43,13 @@ _LIST_ITEM: dict[int | str, dict[str, Any]] = {200: {"model": schemas.ExportList
 )
 def submit(
     request: Request,
-    body: ExportRequest,
+    body: schemas.Submission,
     allowed: Allowed,
     dry: Annotated[bool, Query(alias="dryRun", description="Check only; store nothing.")] = False,
     idempotency_key: Annotated[str | None, Header(max_length=256, pattern=r"^[\x21-\x7e]+$")] = None,
 ) -> Response:
     """Queue an export: 202 with its address in Location. The request ends here; the export goes on."""
+    _refuse_unknown(request, "dryRun")
     asked = canonical(body)
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
     merged = allowed.authorise(body)
@@ -62,12 +66,12 @@ def submit(
 def list_exports(
     request: Request,
     allowed: Allowed,
-    state: State | None = None,
-    recipe: Plain | None = None,
-    repository: Plain | None = None,
+    state: Annotated[State | None, EmptyIsAny] = None,
+    recipe: Annotated[Plain | None, EmptyIsAny] = None,
+    repository: Annotated[Plain | None, EmptyIsAny] = None,
     label: Annotated[list[Plain] | None, Query(description="`key` or `key=value`; all must hold", max_length=8)] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    cursor: Annotated[str | None, Query(max_length=128)] = None,
+    cursor: Annotated[str | None, Query(max_length=128), EmptyIsAny] = None,
 ) -> Response:
     """Exports, newest first."""
     allowed.require("read")
@@ -77,7 +81,7 @@ def list_exports(
         state=state,
         recipe=recipe,
         repository=repository,
-        labels=tuple(_label(item) for item in label or ()),
+        labels=tuple(_label(item) for item in label or () if item),
     )
     found = jobs.list(where, limit=limit + 1, before=None if cursor is None else _decode(cursor))
     page = found[:limit]
@@ -145,6 +149,14 @@ def canonical(body: ExportRequest) -> dict[str, Any]:
         data["target"] = {"backend": body.target.backend, "platform": body.target.platform}
     data["budgets"] = {name: value for name, value in data["budgets"].items() if value is not None}
     return data
+
+
+def _refuse_unknown(request: Request, *known: str) -> None:
+    """A misspelt `?dryrun=1` must not queue an export."""
+    unknown = sorted(set(request.query_params) - set(known))
+    if unknown:
+        name = unknown[0][:64]
+        raise InvalidRequest(f"there is no parameter {name!r} here", hint=f"Known: {', '.join(known)}.", field=name)
 
 
 def _check(request: Request, allowed: Access, body: ExportRequest) -> list[Any]:

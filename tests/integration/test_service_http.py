@@ -133,12 +133,12 @@ def test_idempotency(service: ServiceProcess) -> None:
 
 
 def test_a_dry_run_stores_nothing(service: ServiceProcess) -> None:
-    before = service.client.get("/exports?limit=1").json()["items"]
+    before = service.client.get("/exports?limit=1").json()["items"][0]["id"]
     answer = service.client.post("/exports?dryRun=1", json=service.body())
     assert answer.status_code == 200
     assert set(answer.json()) == {"preflight", "estimate", "reuse"}
     assert set(answer.json()["estimate"]) >= {"peaks", "bytes"}
-    assert service.client.get("/exports?limit=1").json()["items"] == before
+    assert service.client.get("/exports?limit=1").json()["items"][0]["id"] == before
 
 
 def test_lists_are_paged_and_filtered(service: ServiceProcess) -> None:
@@ -309,6 +309,58 @@ def test_other_media_types_are_refused(service: ServiceProcess, kind: str) -> No
 @pytest.mark.parametrize("tail", ["", "/manifest", "/events", "/logs"])
 def test_unknown_exports_are_not_found(service: ServiceProcess, path: str, tail: str) -> None:
     refused(service.client.get(f"/exports/{path}{tail}"), 404, "not-found")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"verify_": False}, "verify_"),
+        ({"reuse_weights": False}, "reuse_weights"),
+        ({"budgets": {"gpu_memory": 5}}, "budgets.gpu_memory"),
+        ({"verify": "no"}, "verify"),
+        ({"priority": True}, "priority"),
+        ({"priority": "5"}, "priority"),
+    ],
+)
+def test_only_the_documented_names_and_types_are_read(
+    service: ServiceProcess, fields: dict[str, Any], field: str
+) -> None:
+    refused(service.client.post("/exports", json=service.body(**fields)), 422, "invalid-request", field)
+
+
+def test_a_misspelt_dry_run_queues_nothing(service: ServiceProcess) -> None:
+    refused(service.client.post("/exports?dryrun=1", json=service.body()), 422, "invalid-request", "dryrun")
+
+
+def test_filters_without_a_value_filter_nothing(service: ServiceProcess) -> None:
+    service.submit()
+    found = service.client.get("/exports?state=&recipe=&repository=&label=&cursor=").json()
+    assert found["items"]
+
+
+def test_head_is_get_without_the_body(service: ServiceProcess) -> None:
+    export_id = service.submit(seconds=5)
+    for path in ("/healthz", "/exports", f"/exports/{export_id}", f"/exports/{export_id}/events", "/exports/no"):
+        head = service.client.head(path)
+        with service.client.stream("GET", path) as got:
+            assert (head.status_code, head.headers["content-type"]) == (got.status_code, got.headers["content-type"])
+        assert head.content == b""
+    service.client.post(f"/exports/{export_id}/cancel")
+
+
+def test_405_names_every_method_and_a_slash_at_the_end_is_another_address(service: ServiceProcess) -> None:
+    answer = service.client.put("/exports", json={})
+    refused(answer, 405, "invalid-request")
+    assert answer.headers["allow"] == "GET, HEAD, POST"
+    refused(service.client.get("/exports/"), 404, "not-found")
+
+
+@pytest.mark.parametrize("form", ["{}", "W/{}", '"other", {}', "*"])
+def test_a_known_manifest_is_not_sent_again(service: ServiceProcess, form: str) -> None:
+    path = f"/exports/{service.wait(service.submit('commit'))['id']}/manifest"
+    etag = service.client.get(path).headers["etag"]
+    again = service.client.get(path, headers={"If-None-Match": form.replace("{}", etag)})
+    assert (again.status_code, again.headers["etag"]) == (304, etag)
 
 
 def test_the_docs_page_names_every_call_and_loads_nothing_foreign(service: ServiceProcess) -> None:

@@ -111,7 +111,7 @@ def test_a_policy_explains_its_decision(
     assert ("allowed" if status == 0 else "denied") in shown
 
 
-@pytest.mark.parametrize("claims", ["{", "[]", '{"repository": "o/r"}'])
+@pytest.mark.parametrize("claims", ["{", "[" * 100_000, "[]", '{"repository": "o/r"}'])
 def test_claims_that_are_none(weightless: Callable[..., Ran], tmp_path: Path, claims: str) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     (tmp_path / "claims.json").write_text(claims)
@@ -119,6 +119,28 @@ def test_claims_that_are_none(weightless: Callable[..., Ran], tmp_path: Path, cl
         "policy", "check", "--policy", str(tmp_path / "policy.yaml"), "--claims", str(tmp_path / "claims.json")
     )
     assert ran.status in (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "arguments", "status", "said"),
+    [
+        ("recipes: ['*']", ["--recipe", "Foo Bar"], 2, "--recipe"),
+        ("recipes: ['*']", ["--source", "s3://a/\n"], 2, "--source"),
+        ("sources: ['s3://abc/*']", ["--source", "x"], 4, "source-access-denied"),
+        ("recipes: ['muse-?']", ["--source", "s3://abc/b"], 0, "allowed"),
+        ("recipes: []", ["--source", "s3://abc/b"], 0, "allowed"),
+        ("recipes: []", ["--recipe", "muse-1"], 4, "denied: recipe"),
+    ],
+)
+def test_odd_questions_to_a_policy(
+    weightless: Callable[..., Ran], tmp_path: Path, rule: str, arguments: list[str], status: int, said: str
+) -> None:
+    policy, claims = tmp_path / "p.yaml", tmp_path / "claims.json"
+    policy.write_text(f"rules:\n  - who: {{repositoryId: [42]}}\n    may: [submit]\n    {rule}\n")
+    claims.write_text('{"repository_id": "42", "event_name": "push"}')
+    ran = weightless("policy", "check", "--policy", str(policy), "--claims", str(claims), *arguments)
+    assert ran.status == status, ran
+    assert said in ran.out + ran.err
 
 
 def test_gc_of_a_store_with_prefixes(weightless: Callable[..., Ran], data_dir: Path, tmp_path: Path) -> None:

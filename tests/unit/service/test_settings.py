@@ -75,6 +75,8 @@ def test_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"SOURCE_ROOTS": "models"}, "WEIGHTLESS_SOURCE_ROOTS"),
         ({"PART_SIZE": "-1"}, "WEIGHTLESS_PART_SIZE"),
         ({"LEASE_SECONDS": "0"}, "WEIGHTLESS_LEASE_SECONDS"),
+        ({"PUBLIC_URL": "javascript:alert(1)"}, "WEIGHTLESS_PUBLIC_URL"),
+        ({"S3_CA_BUNDLE": "/no/such/file"}, "WEIGHTLESS_S3_CA_BUNDLE"),
     ],
 )
 def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch, values: dict[str, str], named: str) -> None:
