@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import socket
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -73,7 +75,7 @@ class Server(uvicorn.Server):
 
 def build(settings: Settings, *, command: Sequence[str] = COMMAND) -> tuple[Parts, Scheduler, Database]:
     """The parts of a service, connected; the database is brought up to date first."""
-    settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_data_dir(settings)
     database = Database(settings.sqlalchemy_url)
     executor = _executor(settings, command)
     database.migrate()
@@ -102,6 +104,19 @@ def build(settings: Settings, *, command: Sequence[str] = COMMAND) -> tuple[Part
         background=_background(scheduler, executor, settings, reaper, _sender(settings, database)),
     )
     return parts, scheduler, database
+
+
+def _make_data_dir(settings: Settings) -> None:
+    """The data directory, writable; `InvalidRequest` where it cannot be."""
+    try:
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=settings.data_dir):
+            pass
+    except OSError as error:
+        raise InvalidRequest(
+            f"the data directory cannot be used: {error.strerror}",
+            hint=f"Set WEIGHTLESS_DATA_DIR to a directory that can be written, not {settings.data_dir}.",
+        ) from error
 
 
 def _executor(settings: Settings, command: Sequence[str]) -> Executor:
@@ -182,7 +197,13 @@ async def _drained(scheduler: Scheduler, seconds: int) -> None:
 def serve(settings: Settings, *, command: Sequence[str] = COMMAND) -> None:
     """Serve until told to stop (SIGTERM, SIGINT)."""
     configure_logging(settings.log_level)
-    parts, _, database = build(settings, command=command)
+    sockets = listen(settings.host, settings.port)
+    try:
+        parts, _, database = build(settings, command=command)
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
     app = create_app(parts)
     config = uvicorn.Config(
         app,
@@ -198,9 +219,35 @@ def serve(settings: Settings, *, command: Sequence[str] = COMMAND) -> None:
     _settle_memory()
     log.info("serving", url=settings.base_url, store=settings.store_uri, auth=",".join(settings.auth))
     try:
-        Server(config, app.state.feed.stop).run()
+        Server(config, app.state.feed.stop).run(sockets)
     finally:
         database.dispose()
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets bound to every address of `host`; `InvalidRequest` where one cannot be had.
+
+    Bound before anything else starts: a second service on a taken port must not claim an export and then end.
+    """
+    found: list[socket.socket] = []
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((item[0], item[4]) for item in addresses):
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            found.append(bound)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(address)
+    except (OSError, UnicodeError) as error:
+        for bound in found:
+            bound.close()
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise InvalidRequest(
+            f"cannot listen on {host} port {port}: {reason}",
+            hint="Choose another address: WEIGHTLESS_HOST, WEIGHTLESS_PORT.",
+        ) from error
+    return found
 
 
 def _settle_memory() -> None:
