@@ -12,7 +12,7 @@ from exporter.contract.errors import DiskFull, StoreRejected, StoreUnavailable
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 WRITE_STEP = 64 * 1024
-"""Bytes of one write: larger ones make the kernel look for large runs of free pages, which costs more than the calls."""
+"""Bytes of one write: larger ones make the kernel look for large runs of free pages, which costs more than calls."""
 NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
