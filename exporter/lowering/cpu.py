@@ -22,8 +22,8 @@ from torch.export.graph_signature import OutputKind
 from exporter.contract.errors import InternalError, UnsupportedModel, WeightlessError, first_line
 from exporter.contract.manifest import Method, TensorSpec
 from exporter.contract.segments import MAX_CHUNK, Chunk, Segment, SegmentName, TensorLayout
-from exporter.lowering.operators import missing_kernels, named_operators, unrunnable_operators
-from exporter.lowering.plain import initial_state, views_a_constant, with_plain_weights
+from exporter.lowering.operators import missing_kernels, named_operators, unrunnable_dtypes, unrunnable_operators
+from exporter.lowering.plain import copy_returned_weights, initial_state, views_a_constant, with_plain_weights
 from exporter.lowering.ports import Lowered, Plan, Progress
 from exporter.source.captured import Captured
 
@@ -70,11 +70,20 @@ class CpuLowering:
         self._backend = backend
 
     def preflight(self, captured: Captured) -> None:
-        """Refuse operators of namespaces that the CPU runtime has no kernel for: `UnsupportedModel`."""
+        """Refuse operators and dtypes that the CPU runtime has no kernel for: `UnsupportedModel`."""
         for method, program in captured.programs.items():
             missing = unrunnable_operators(program.graph_module)
             if missing:
                 raise unsupported(self._backend.name, method, missing)
+            for dtype, operators in unrunnable_dtypes(program.graph_module).items():
+                raise UnsupportedModel(
+                    f"the {self._backend.name} back end does not compute with {dtype}: {', '.join(operators[:5])} "
+                    f"(method {method})",
+                    hint=f"Store {dtype} tensors in another dtype, such as float16 or int32, before the capture.",
+                    method=method,
+                    operators=operators[:50],
+                    dtype=dtype,
+                )
 
     def plan(self, captured: Captured) -> Plan:
         """An empty plan: packed weights are known only when the compile is through."""
@@ -115,6 +124,8 @@ class CpuLowering:
 
     def _compile(self, captured: Captured) -> tuple[Any, list[Method]]:
         """ExecuTorch's program manager, and the methods as they are after functionalisation."""
+        for program in captured.programs.values():
+            copy_returned_weights(program)
         programs = {name: with_plain_weights(program) for name, program in captured.programs.items()}
         edge = to_edge_transform_and_lower(
             programs,

@@ -10,9 +10,19 @@ from functools import cache
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 _DECOMPOSED = frozenset({"aten", "prims", "prim", "quantized_decomposed", "dim_order_ops", "executorch_prim"})
 """Namespaces whose operators the compile decomposes or resolves; their kernels are checked after it."""
+_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    )
+)
+"""What the ATen kernels of ExecuTorch 1.5.1 compute with; of other dtypes (float8, unsigned 16 bits and up) they only
+copy, or the program cannot be written at all."""
 _IN_TEXT = re.compile(r"\b(?:torch\._?ops\.)?([A-Za-z_]\w*)(?:::|\.)([A-Za-z_]\w*(?:\.\w+)?)")
 _COMPLAINTS = (
     "Missing out variants",
@@ -57,6 +67,24 @@ def unrunnable_operators(module: fx.GraphModule) -> list[str]:
                 elif _is_volume_convolution(node):
                     found.add(str(node.target).replace(".", "::", 1))
     return sorted(found)
+
+
+def unrunnable_dtypes(module: fx.GraphModule) -> dict[str, list[str]]:
+    """ATen operators of a captured graph, its branches too, by the dtype that their kernels refuse when they run."""
+    found: dict[str, set[str]] = {}
+    for child in module.modules():
+        if not isinstance(child, fx.GraphModule):
+            continue
+        for node in child.graph.nodes:
+            if isinstance(node.target, OpOverload) and node.target.namespace == "aten" and node.users:
+                for dtype in _dtypes(node) - _DTYPES:
+                    found.setdefault(str(dtype).removeprefix("torch."), set()).add(str(node.target))
+    return {dtype: sorted(name.replace(".", "::", 1) for name in names) for dtype, names in sorted(found.items())}
+
+
+def _dtypes(node: fx.Node) -> set[torch.dtype]:
+    values = pytree.tree_leaves([item.meta.get("val") for item in (node, *node.all_input_nodes)])
+    return {value.dtype for value in values if isinstance(value, torch.Tensor)}
 
 
 def _is_volume_convolution(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, TensorArgument
 
 
 def with_plain_weights(program: ExportedProgram) -> ExportedProgram:
@@ -58,6 +59,32 @@ def initial_state(program: ExportedProgram) -> list[str]:
         for name, fqn in signature.inputs_to_buffers.items()
         if fqn in written and isinstance(tables.get(fqn), torch.Tensor) and bool(torch.any(tables[fqn] != 0))
     ]
+
+
+def copy_returned_weights(program: ExportedProgram) -> None:
+    """Let a program return copies of weights that it returned as they are.
+
+    ExecuTorch 1.5.1's runtime gives an output that it did not plan, such as an external weight, memory of the caller:
+    the weight then reads as zeros, for every other operator too. Its partitioner refuses a delegated weight that is an
+    output as well. `alias_copy`, since XNNPACK takes `clone`, and dies of one that does nothing else.
+    """
+    signature = program.graph_signature
+    weights = {spec.arg.name for spec in signature.input_specs if spec.target is not None}
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    (values,) = output.args
+    assert isinstance(values, tuple | list)
+    returned = list(values)
+    for index, spec in enumerate(signature.output_specs):
+        value = returned[index]
+        if spec.kind != OutputKind.USER_OUTPUT or not isinstance(value, fx.Node) or value.name not in weights:
+            continue
+        with program.graph.inserting_before(output):
+            copy = program.graph.call_function(torch.ops.aten.alias_copy.default, (value,))
+        copy.meta = dict(value.meta)
+        returned[index] = copy
+        spec.arg = TensorArgument(copy.name)
+    output.args = (tuple(returned),)
+    program.graph_module.recompile()
 
 
 def views_a_constant(program: ExportedProgram) -> bool:

@@ -22,14 +22,19 @@ class TensorInput(Strict):
 
     dtype: Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
     shape: tuple[Dim, ...] = Field(max_length=8)
-    low: int = 0
-    high: int = 1
+    low: int = Field(default=0, ge=-(2**53), le=2**53)
+    high: int = Field(default=1, ge=-(2**53), le=2**53)
 
     @model_validator(mode="after")
     def _ordered(self) -> TensorInput:
         if self.low > self.high:
             raise ValueError("low is greater than high")
-        size = torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        if not dtype.is_floating_point:
+            lowest, highest = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+            if self.low < lowest or self.high > highest:
+                raise ValueError(f"low and high lie outside of {self.dtype}")
+        size = torch.Size(self.shape).numel() * dtype.itemsize
         if size > MAX_SAMPLE_BYTES:
             raise ValueError(f"a sample tensor of {size} bytes is too large (limit {MAX_SAMPLE_BYTES})")
         return self
@@ -39,8 +44,7 @@ class TensorInput(Strict):
         dtype: torch.dtype = getattr(torch, self.dtype)
         if dtype.is_floating_point:
             return torch.randn(self.shape, generator=generator).to(dtype)
-        high = min(self.high, 1) if dtype == torch.bool else self.high
-        return torch.randint(self.low, high + 1, self.shape, generator=generator).to(dtype)
+        return torch.randint(self.low, self.high + 1, self.shape, generator=generator).to(dtype)
 
 
 def generator() -> torch.Generator:

@@ -54,6 +54,18 @@ class Odd(nn.Module):
         return {"out": torch.cat([hidden, self.empty]), "more": (value, 3, None)}
 
 
+class Returned(nn.Module):
+    """Gives its weights back as they are, one of them twice, beside what it computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("table", torch.randn(6, 4).t())
+
+    def forward(self, value: torch.Tensor) -> Any:
+        return value, self.weight, value @ self.weight, self.table, self.weight, None, 3
+
+
 MODELS: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {
     "stateful": (Stateful(), (torch.randn(2, 4), torch.tensor([1, 5])), {}),
     "odd": (Odd(), (torch.randn(4, 6),), {"scale": 3, "nothing": None}),
@@ -63,6 +75,7 @@ MODELS: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {
         {},
     ),
     "a reshaped weight": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.PReLU(8)), (torch.randn(1, 3, 8, 8),), {}),
+    "returned weights": (Returned(), (torch.randn(4, 4),), {}),
     "half": (nn.Linear(16, 16).half(), (torch.randn(2, 16).half(),), {}),
 }
 
@@ -104,6 +117,22 @@ def test_convolutions_over_volumes_are_refused_at_once(module: nn.Module, value:
     with pytest.raises(UnsupportedModel) as caught:
         portable_lowering().preflight(capture(module, value))
     assert caught.value.details["operators"] == [operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64])
+def test_dtypes_that_no_kernel_computes_with_are_refused_at_once(dtype: torch.dtype) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4).to(dtype))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value * self.scale.float()
+
+    with pytest.raises(UnsupportedModel) as caught:
+        portable_lowering().preflight(capture(Cast(), torch.randn(4)))
+    assert "aten::to.dtype" in caught.value.details["operators"]
+    assert str(dtype).removeprefix("torch.") in caught.value.message
 
 
 class Branches(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from exporter.check.eager import eager_cases
 from exporter.contract.errors import InvalidRequest, SourceNotFound
@@ -118,3 +119,12 @@ def test_a_model_of_an_unknown_kind_of_input_asks_for_inputs() -> None:
     with pytest.raises(InvalidRequest, match="input_features") as caught:
         config_samples(object(), "input_features", 1, None)
     assert "inputs" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [("bool", 0, 2), ("bool", -1, 1), ("uint8", -1, 1), ("int8", 0, 128), ("int64", 0, 2**63 - 1), ("int32", 5, 1)],
+)
+def test_a_sample_s_bounds_fit_its_dtype(dtype: str, low: int, high: int) -> None:
+    with pytest.raises(ValidationError):
+        TensorInput.model_validate({"dtype": dtype, "shape": (2,), "low": low, "high": high})
