@@ -24,6 +24,8 @@ setup: .venv/.dev  ## everything that tests and checks need
 
 .venv/.dev: .venv/.exporter
 	$(PIP) -e '.[exporter,postgres,ray,dev]'
+	# The CUDA lowering's tests import triton; a CPU build of torch does not bring it.
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps triton==3.6.0
 	touch $@
 
 demo: .venv/.exporter  ## the real service, a real model, a real store, checked

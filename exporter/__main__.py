@@ -195,7 +195,7 @@ def _check(spec: ExportSpec, store: Store, scratch: Path) -> Check | None:
     if spec.request.target.backend == "cuda":
         from exporter.check.aoti_check import AotiCheck
 
-        return AotiCheck(store, scratch, gpu_limit=spec.request.budgets.gpu_memory)
+        return AotiCheck(store, scratch, gpu_limit=spec.request.budgets.gpu_memory, arch=spec.request.target.arch)
     from exporter.check.smoke import SmokeCheck
 
     return SmokeCheck(store, scratch)
