@@ -38,6 +38,7 @@ from service.reaper import Reaper
 from service.running import Timing
 from service.scheduler import Scheduler
 from service.settings import GITHUB_ISSUER, Settings, load_settings
+from service.slow_clients import PromptRequests
 from service.tokens import TokenTable
 from service.webhooks import WebhookSender
 
@@ -209,6 +210,7 @@ def serve(settings: Settings, *, command: Sequence[str] = COMMAND) -> None:
         app,
         host=settings.host,
         port=settings.port,
+        http=PromptRequests,
         log_config=None,
         access_log=False,
         server_header=False,
