@@ -107,7 +107,9 @@ class Settings(BaseSettings):
         600, description="how long a stop waits for exports that cannot be re-attached afterwards"
     )
     reap_grace: Duration = Field(3600, description="age from which an upload without a live export is given back")
-    retention: Duration | None = Field(None, description="age at which finished exports expire", examples=["none"])
+    retention: Duration | None = Field(
+        None, description="age at which finished exports expire; `weightless gc` removes them", examples=["none"]
+    )
     presign_max: Duration = Field(3600, description="longest life of a download link")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line shown")
     url: Url = Field(None, description="used by the client commands: where the service is")
