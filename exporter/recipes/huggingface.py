@@ -90,13 +90,18 @@ class HuggingFaceRecipe:
 
     def capture(self, tree: SourceTree, options: HuggingFaceOptions, target: Target) -> Captured:
         """One program, `forward`, of the model's forward pass."""
-        from exporter.recipes.checkpoint import load_model, model_class, read_config
+        from exporter.recipes.checkpoint import CONFIG, load_model, model_class, read_config
 
         config = read_config(tree)
-        kind = model_class(config, options.task)
         # torch.export takes a sample size of 1 for a constant.
         batch = max(options.batch, 2) if "batch" in options.dynamic else options.batch
-        given = options.inputs or config_samples(config, kind.main_input_name, batch, options.sequence_length)
+        try:
+            kind = model_class(config, options.task)
+            given = options.inputs or config_samples(config, kind.main_input_name, batch, options.sequence_length)
+        except (WeightlessError, MemoryError):
+            raise
+        except Exception as error:
+            raise InvalidRequest(f"{CONFIG} describes no model with inputs: {first_line(error)}") from error
         model, weights = load_model(tree, config, kind, options.dtype, values=target.backend != "cuda")
         program = _export(model, make_all(given), dynamic_shapes(given, options), target)
         args, kwargs = program.example_inputs or ((), {})

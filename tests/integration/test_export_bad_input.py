@@ -144,6 +144,9 @@ def test_weights_of_another_size(export_here: Export, bert_copy: Path) -> None:
         ({"quantization_config": {"quant_method": "torchao"}}, "unsupported-model"),
         ({"hidden_size": "large"}, "invalid-request"),
         ({"num_attention_heads": 7}, "invalid-request"),
+        ({"vocab_size": 2**70}, "invalid-request"),
+        ({"max_position_embeddings": -1}, "invalid-request"),
+        ({"architectures": 5}, "invalid-request"),
     ],
 )
 def test_a_configuration_that_makes_no_model(
