@@ -14,7 +14,7 @@ from service.commands.uploads import recorded_uploads
 from service.database import Database
 from service.deployment import deployment_id
 from service.job_store import JobStore, ListFilter
-from service.jobs import ACTIVE, Export
+from service.jobs import Export
 from service.settings import Settings
 
 LONGEST_DEADLINE = 86_400
@@ -49,7 +49,13 @@ def _collect(
     due = {export.id for export in exports if _due(export, cutoff, now)}
     active = {export.id for export in exports if not export.state.terminal}
     known = {export.id for export in exports}
-    running = {Owner(export.id, export.attempt) for export in exports if export.state in ACTIVE}
+    # An attempt may go on with the upload of an earlier one, so all of them live until the export has ended.
+    running = {
+        Owner(export.id, attempt)
+        for export in exports
+        if not export.state.terminal
+        for attempt in range(1, export.attempt + 1)
+    }
     longest = max((_deadline(export) for export in exports if export.id in active), default=LONGEST_DEADLINE)
     total, aborted = Swept(), []
     for prefix in sorted({export.prefix for export in exports} | {""}):

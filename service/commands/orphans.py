@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from exporter.artifact.owners import DEPLOYMENT, Owner, owner_of
+from exporter.artifact.owners import DEPLOYMENT, owner_of
 from exporter.artifact.ports import SweptStore
 from exporter.artifact.reap import Reaped, reap
 from exporter.contract.errors import NotFound
@@ -13,7 +13,7 @@ from exporter.contract.objects import Upload
 from exporter.store.open import open_store
 from service.commands.uploads import recorded_uploads
 from service.job_store import JobStore, ListFilter
-from service.jobs import ACTIVE, Export
+from service.jobs import Export
 from service.settings import Settings
 
 RECENT = 200
@@ -49,14 +49,13 @@ class Orphans:
         uploads = list(self._uploads(store, prefix))
         owners = {owner for upload in uploads if (owner := owner_of(upload.key)) is not None}
         exports = {owner: export for owner in owners if (export := self._export(owner.export)) is not None}
-        running = {owner for owner, export in exports.items() if _runs(owner, export)}
+        # An attempt may go on with the upload of an earlier one, so all of them live until the export has ended.
+        unfinished = {owner for owner, e in exports.items() if not e.state.terminal and owner.attempt <= e.attempt}
         return reap(
             store,
-            running=running,
+            running=unfinished,
             known={owner.export for owner in exports},
-            dead=[
-                owner for owner, export in exports.items() if owner not in running and owner.attempt <= export.attempt
-            ],
+            dead=[owner for owner, export in exports.items() if export.state.terminal],
             recorded=uploads,
             now=now,
             grace=self._settings.reap_grace,
@@ -75,7 +74,3 @@ class Orphans:
             return self._jobs.get(export_id)
         except NotFound:
             return None
-
-
-def _runs(owner: Owner, export: Export) -> bool:
-    return export.state in ACTIVE and owner.attempt == export.attempt

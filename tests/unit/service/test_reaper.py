@@ -70,7 +70,8 @@ def test_uploads_of_dead_attempts_go_at_once_and_no_others(room: Room, make_expo
     waiting = room.running(make_export())
     room.queue.requeue(waiting, ExecutorLost("gone"), lost=True, delay=3600.0)
     alive = room.running(make_export(prefix="team-a"))
-    dead = [room.of(ended.id, 1), room.of(waiting.id, 1)]
+    dead = [room.of(ended.id, 1)]
+    resumable = room.of(waiting.id, 1)  # the next attempt may go on with it
     kept = [
         room.of(alive.id, 1, "team-a"),
         room.of(waiting.id, 2),  # an attempt that began after the database was asked
@@ -85,6 +86,7 @@ def test_uploads_of_dead_attempts_go_at_once_and_no_others(room: Room, make_expo
     assert room.ids(
         [*room.store.list_uploads(""), *open_store(room.settings.store_spec("team-a")).list_uploads("")]
     ) == {
+        resumable.id,
         kept[0].id,
         kept[3].id,
     }
