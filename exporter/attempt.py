@@ -26,11 +26,16 @@ class Keys:
         self._attempt = str(spec.attempt)
         self._home = f"exports/{spec.id}"
         self._weights = f"weights/{spec.id}-{spec.attempt}"
+        self._resumed = spec.resume.key if spec.resume is not None else None
         self.manifest = f"{self._home}/manifest.json"
 
     def data(self, name: str) -> str:
         """The key of a data file."""
         return f"{self._weights}/{name}"
+
+    def resumed(self, name: str) -> str | None:
+        """The key of the data file of this name that an earlier attempt began to send and this one may finish."""
+        return self._resumed if self._resumed is not None and self._resumed.endswith(f"/{name}") else None
 
     @staticmethod
     def data_url(store: Store, key: str) -> str:

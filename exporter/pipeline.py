@@ -86,7 +86,8 @@ def _export(spec: ExportSpec, parts: Parts) -> tuple[Manifest, bytes]:
     with stages.during("compiling"):
         parts.lowering.preflight(captured)
         plan = parts.lowering.plan(captured)
-        stream = rollback.of_stream(weight_stream(spec, parts, keys.data(plan.name)), keys.data(plan.name))
+        key = keys.resumed(plan.name) or keys.data(plan.name)
+        stream = rollback.of_stream(weight_stream(spec, parts, key), key)
         ahead = SendAhead(stream, plan, parts)
         lowered = parts.lowering.lower(captured, stages)
 
@@ -132,6 +133,7 @@ def weight_stream(spec: ExportSpec, parts: Parts, key: str) -> ReusingStream:
         key,
         holder=spec.id,
         reuse=spec.request.reuse_weights,
+        resume=spec.resume if spec.resume is not None and spec.resume.key == key else None,
         part_size=spec.store.part_size,
         max_buffer=spec.store.max_buffer,
         listener=UploadEvents(parts.events),

@@ -138,6 +138,16 @@ class SourcePolicy(Strict):
     hf: bool = False
 
 
+class OpenUpload(Strict):
+    """A multipart upload that an earlier attempt of the same export left open when it was killed."""
+
+    key: Annotated[
+        str, StringConstraints(max_length=1024, pattern=rf"^weights/{EXPORT_ID.pattern}-[0-9]{{1,6}}/[^/]+$")
+    ]
+    upload_id: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    part_size: int = Field(ge=1, le=MAX_INTEGER)
+
+
 class ExportSpec(Strict):
     """Everything that one exporter process needs, as JSON on its standard input. Without secrets."""
 
@@ -150,3 +160,11 @@ class ExportSpec(Strict):
     sources: SourcePolicy = SourcePolicy()
     deployment: str = ""
     """The deployment id that stands in `{prefix}/.weightless.json`; empty: whatever stands there."""
+    resume: OpenUpload | None = None
+    """Parts that are in the store already and need not be sent again where their bytes are equal."""
+
+    @model_validator(mode="after")
+    def _own_upload(self) -> ExportSpec:
+        if self.resume is not None and not self.resume.key.startswith(f"weights/{self.id}-"):
+            raise ValueError("resume: the upload belongs to another export")
+        return self

@@ -16,13 +16,7 @@ from typing import Any
 
 import botocore.exceptions as bc
 
-from exporter.contract.errors import (
-    InvalidRequest,
-    NotFound,
-    StoreRejected,
-    StoreUnavailable,
-    WeightlessError,
-)
+from exporter.contract.errors import InvalidRequest, NotFound, StoreRejected, StoreUnavailable, WeightlessError
 from exporter.contract.objects import Capabilities, Part, StoredObject, Upload
 from exporter.contract.spec import StoreSpec
 from exporter.store import crc
@@ -156,7 +150,14 @@ class S3Store:
                 hint="A streamed file's header is sent last. Use a store or gateway that takes parts in any order.",
             )
 
-        reply = self._client.attempt("UploadPart", self.uri(upload.key), send, stop=waits_for_part_1)
+        try:
+            reply = self._client.attempt("UploadPart", self.uri(upload.key), send, stop=waits_for_part_1)
+        except StoreRejected as error:
+            if known.crc64nvme or known.nonce is not None or error.details.get("status") != 400:
+                raise
+            # Another process opened this upload, with checksums that the listing of its parts did not tell.
+            known.crc64nvme = True
+            return self.upload_part(upload, number, body, crc64nvme=crc64nvme)
         known.answered = True
         return Part(number, len(body), reply["ETag"], crc64nvme)
 
@@ -178,7 +179,10 @@ class S3Store:
 
     def list_parts(self, upload: Upload) -> Sequence[Part]:
         """The parts held, in order, over all pages."""
-        return self._reads.parts(self._where(upload.key)["Key"], upload.id)
+        held = self._reads.parts(self._where(upload.key)["Key"], upload.id)
+        with self._lock:  # another process may have opened it
+            self._open.setdefault(upload.id, _Open(crc64nvme=any(part.crc64nvme for part in held)))
+        return held
 
     def complete_upload(self, upload: Upload, parts: Sequence[Part], *, crc64nvme: str | None) -> StoredObject:
         """Join the parts, then look: a lost reply is a success only if the object is the one just made."""
@@ -263,8 +267,6 @@ class S3Store:
         start = self._prefix + check_key(prefix, prefix=True)
         for upload in self._reads.uploads(start):
             yield replace(upload, key=upload.key[len(self._prefix) :])
-
-    # --- whole objects ---
 
     def put(
         self,
@@ -356,8 +358,6 @@ class S3Store:
                 client.generate_presigned_url("get_object", Params=self._where(key), ExpiresIn=expires_in)
             ),
         )
-
-    # --- what goes with a write ---
 
     def _attributes(self, media_type: str, metadata: Mapping[str, str]) -> dict[str, Any]:
         extra: dict[str, Any] = {"ContentType": media_type, "Metadata": pack_metadata(metadata)}

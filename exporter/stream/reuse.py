@@ -15,10 +15,12 @@ from types import TracebackType
 from exporter.contract.errors import Cancelled, InternalError, StoreRejected, StoreUnavailable, WeightlessError
 from exporter.contract.manifest import PTD_MEDIA_TYPE, Data
 from exporter.contract.segments import Segment
+from exporter.contract.spec import OpenUpload
 from exporter.stream.index import IndexEntry, WeightIndex
 from exporter.stream.layout import RESERVED_BUFFERS
 from exporter.stream.multipart import WeightStream
 from exporter.stream.ports import MultipartTarget, ReuseTarget, StreamListener
+from exporter.stream.resume import ResumingTarget
 from exporter.stream.table import layout_digest
 from exporter.stream.targets import DigestingTarget, HashingListener, HashingTarget
 
@@ -42,7 +44,8 @@ class ReusingStream:
     export and removes its own. After the manifest, `release`.
 
     `reuse` False sends everything; the file is entered into the index all the same. `holder` is the id of this
-    export. Segments are kept for a second pass, and so must be readable again.
+    export. `resume`: an upload of `key` that an earlier attempt left open; parts that it holds are not sent again.
+    Segments are kept for a second pass, and so must be readable again.
     """
 
     def __init__(
@@ -57,10 +60,13 @@ class ReusingStream:
         media_type: str = PTD_MEDIA_TYPE,
         metadata: Mapping[str, str] | None = None,
         reuse: bool = True,
+        resume: OpenUpload | None = None,
     ) -> None:
         self._target = target
         self._reuses = reuse
         self._published: IndexEntry | None = None
+        self._resuming = None if resume is None else ResumingTarget(target, resume)
+        self._resume_part_size = None if resume is None else resume.part_size
         self._own_key = key
         self._part_size = part_size
         self._max_buffer = max_buffer
@@ -124,7 +130,8 @@ class ReusingStream:
         inner = self._inner
         if inner is None:
             return _Totals(peak=self._first_peak)
-        sent = 0 if self._digesting is None else inner.bytes_sent - self._digesting.copied_bytes
+        kept = 0 if self._resuming is None else self._resuming.kept_bytes
+        sent = 0 if self._digesting is None else inner.bytes_sent - self._digesting.copied_bytes - kept
         peak = max(self._first_peak, inner.peak_buffer)
         return _Totals(sent, peak, inner.unused_bytes, inner.duplicate_bytes, inner.part_size)
 
@@ -140,7 +147,9 @@ class ReusingStream:
             self._part_size = wanted
             self._inner = self._stream(HashingTarget(self._target), HashingListener(self._listener))
         else:
-            self._digesting = DigestingTarget(self._target)
+            if self._resume_part_size is not None and self._fits(self._resume_part_size):
+                self._part_size = self._part_size or self._resume_part_size
+            self._digesting = DigestingTarget(self._resuming or self._target)
             self._inner = self._stream(self._digesting, self._listener)
         self._inner.open(planned, reserve)
 
@@ -161,6 +170,7 @@ class ReusingStream:
         data = self._finish(name, layout, used)
         self._totals = self._now()
         self._finished = True
+        self._drop_earlier()
         # Segments lead to weights that a back end may hold in memory: nothing of them is needed any more.
         self._planned, self._sent, self._inner = (), [], None
         return data
@@ -174,7 +184,7 @@ class ReusingStream:
                 self._reuse(entry)
                 return self._renamed(entry, data)
         self._first_peak = self.peak_buffer
-        self._digesting = DigestingTarget(self._target, self._candidates[0])
+        self._digesting = DigestingTarget(self._resuming or self._target, self._candidates[0])
         self._inner = self._stream(self._digesting, self._listener)
         if self._aborted:
             raise Cancelled("the stream was aborted")
@@ -221,10 +231,16 @@ class ReusingStream:
         inner = self._inner
         if inner is not None:
             inner.abort()
+        self._drop_earlier()
         if self._published is not None:
             with contextlib.suppress(StoreUnavailable, StoreRejected):
                 self._index.remove(self._layout, self._published)
         self.release()
+
+    def _drop_earlier(self) -> None:
+        """Give an earlier attempt's upload back that was of no use."""
+        if self._resuming is not None:
+            self._resuming.drop()
 
     def _reuse(self, entry: IndexEntry) -> None:
         self._used = entry

@@ -72,29 +72,16 @@ class HashingTarget:
         return None
 
 
-class DigestingTarget:
-    """Passes everything on, and keeps the digests of parts; copies parts of `source` that are equal.
+class PassingTarget:
+    """Passes everything on to the store."""
 
-    A copy counts only where SHA-256 and CRC say so, and where the store's own CRC of it, if it gives one, agrees.
-    """
-
-    def __init__(self, target: MultipartTarget, source: IndexEntry | None = None) -> None:
+    def __init__(self, target: MultipartTarget) -> None:
         self._target = target
-        self._source = source
-        self._known = {(part.crc64nvme, part.size): part for part in source.parts} if source else {}
-        self._lock = threading.Lock()
-        self._digests: dict[int, PartDigest] = {}
-        self.copied_bytes = 0
 
     @property
     def capabilities(self) -> Capabilities:
         """The store's own."""
         return self._target.capabilities
-
-    @property
-    def parts(self) -> tuple[PartDigest, ...]:
-        """Digests of the parts, in order."""
-        return tuple(self._digests[number] for number in sorted(self._digests))
 
     def uri(self, key: str) -> str:
         """As the store."""
@@ -105,31 +92,8 @@ class DigestingTarget:
         return self._target.create_upload(key, media_type=media_type, metadata=metadata, part_size=part_size)
 
     def upload_part(self, upload: Upload, number: int, body: memoryview, *, crc64nvme: str | None) -> Part:
-        """Copy where the source has the same bytes, else send."""
-        checksum = crc64nvme or crc.crc64nvme(body)
-        if not self.capabilities.copy_part:  # nobody could ever use a part's digest
-            return self._target.upload_part(upload, number, body, crc64nvme=checksum)
-        sha256 = "sha256:" + hashlib.sha256(body).hexdigest()
-        digest = PartDigest(number=number, size=len(body), crc64nvme=checksum, sha256=sha256)
-        part = self._copy(upload, digest) or self._target.upload_part(upload, number, body, crc64nvme=checksum)
-        with self._lock:
-            self._digests[number] = digest
-        return part
-
-    def _copy(self, upload: Upload, wanted: PartDigest) -> Part | None:
-        there = self._known.get((wanted.crc64nvme, wanted.size))
-        if self._source is None or there is None or there.sha256 != wanted.sha256:
-            return None
-        offset = (there.number - 1) * self._source.part_size
-        try:
-            part = self._target.copy_part(upload, wanted.number, self._source.key, offset, wanted.size)
-        except StoreRejected:  # the source went away, or the store cannot copy: sent instead
-            return None
-        if part.crc64nvme is not None and part.crc64nvme != wanted.crc64nvme:
-            return None
-        with self._lock:
-            self.copied_bytes += wanted.size
-        return part
+        """As the store."""
+        return self._target.upload_part(upload, number, body, crc64nvme=crc64nvme)
 
     def copy_part(self, upload: Upload, number: int, source_key: str, offset: int, length: int) -> Part:
         """As the store."""
@@ -162,6 +126,53 @@ class DigestingTarget:
     def head(self, key: str) -> StoredObject | None:
         """As the store."""
         return self._target.head(key)
+
+
+class DigestingTarget(PassingTarget):
+    """Passes everything on, and keeps the digests of parts; copies parts of `source` that are equal.
+
+    A copy counts only where SHA-256 and CRC say so, and where the store's own CRC of it, if it gives one, agrees.
+    """
+
+    def __init__(self, target: MultipartTarget, source: IndexEntry | None = None) -> None:
+        super().__init__(target)
+        self._source = source
+        self._known = {(part.crc64nvme, part.size): part for part in source.parts} if source else {}
+        self._lock = threading.Lock()
+        self._digests: dict[int, PartDigest] = {}
+        self.copied_bytes = 0
+
+    @property
+    def parts(self) -> tuple[PartDigest, ...]:
+        """Digests of the parts, in order."""
+        return tuple(self._digests[number] for number in sorted(self._digests))
+
+    def upload_part(self, upload: Upload, number: int, body: memoryview, *, crc64nvme: str | None) -> Part:
+        """Copy where the source has the same bytes, else send."""
+        checksum = crc64nvme or crc.crc64nvme(body)
+        if not self.capabilities.copy_part:  # nobody could ever use a part's digest
+            return self._target.upload_part(upload, number, body, crc64nvme=checksum)
+        sha256 = "sha256:" + hashlib.sha256(body).hexdigest()
+        digest = PartDigest(number=number, size=len(body), crc64nvme=checksum, sha256=sha256)
+        part = self._copy(upload, digest) or self._target.upload_part(upload, number, body, crc64nvme=checksum)
+        with self._lock:
+            self._digests[number] = digest
+        return part
+
+    def _copy(self, upload: Upload, wanted: PartDigest) -> Part | None:
+        there = self._known.get((wanted.crc64nvme, wanted.size))
+        if self._source is None or there is None or there.sha256 != wanted.sha256:
+            return None
+        offset = (there.number - 1) * self._source.part_size
+        try:
+            part = self._target.copy_part(upload, wanted.number, self._source.key, offset, wanted.size)
+        except StoreRejected:  # the source went away, or the store cannot copy: sent instead
+            return None
+        if part.crc64nvme is not None and part.crc64nvme != wanted.crc64nvme:
+            return None
+        with self._lock:
+            self.copied_bytes += wanted.size
+        return part
 
 
 class HashingListener:

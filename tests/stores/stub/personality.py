@@ -46,6 +46,8 @@ class Personality:
     parts_in_order: bool = False
     """Never answers a part that comes before part 1, as rclone's `serve s3`."""
     copy_part: bool = True
+    lists_checksums: bool = True
+    """Whether ListParts tells the CRC64NVME of parts that came with one."""
 
 
 STRICT = Personality()

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from tests.stores.stub.personality import STRICT, Fault, Personality
-from tests.stores.stub.state import Refusal, StubObject, StubState, StubUpload
+from tests.stores.stub.state import Refusal, StubObject, StubState, StubUpload, crc_text
 
 BUCKET = "bucket"
 Reply = tuple[int, dict[str, str], bytes]
@@ -334,9 +334,12 @@ def _list_parts(state: StubState, key: str, query: Any, headers: Any, body: byte
     numbers = [number for number in sorted(upload.parts) if number > int(query.get("part-number-marker", 0))]
     page = numbers[: state.personality.page_size]
     more = len(numbers) > len(page)
+    tells = upload.full_crc and state.personality.lists_checksums
     inner = "".join(
         f"<Part><PartNumber>{number}</PartNumber><Size>{len(upload.parts[number][0])}</Size>"
-        f"<ETag>&quot;{upload.parts[number][1]}&quot;</ETag></Part>"
+        f"<ETag>&quot;{upload.parts[number][1]}&quot;</ETag>"
+        + (f"<ChecksumCRC64NVME>{crc_text(upload.parts[number][0])}</ChecksumCRC64NVME>" if tells else "")
+        + "</Part>"
         for number in page
     )
     marker = f"<NextPartNumberMarker>{page[-1]}</NextPartNumberMarker>" if more else ""
