@@ -76,7 +76,7 @@ def create_app(parts: Parts) -> FastAPI:
         redirect_slashes=False,  # a redirect would take scheme and host from the request
         responses={
             code: {"model": Problem, "content": {problems.PROBLEM: {}}, "description": "An error (RFC 9457)."}
-            for code in (401, 403, 404, 409, 413, 415, 422, 429, 500, 502, 503)
+            for code in (401, 403, 404, 409, 413, 415, 422, 429, 500, 502, 503, 507)
         },
     )
     app.state.settings = parts.settings

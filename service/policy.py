@@ -7,7 +7,7 @@ character.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -160,14 +160,14 @@ class Policy:
         """What `caller` may do."""
         if caller.kind == "local":
             return Access(caller, ALL_ACTIONS)
-        scopes = caller.scopes if caller.scopes is not None else ALL_ACTIONS
+        scopes = _implied(caller.scopes) if caller.scopes is not None else ALL_ACTIONS
         if self._file is None:
             return Access(caller, scopes if caller.kind == "token" else frozenset())
         findings = self.explain(caller)
         for finding in findings:
             if finding.matched:
                 rule = self._file.rules[finding.rule]
-                return Access(caller, frozenset(rule.may) & scopes, rule, "scope", findings)
+                return Access(caller, _implied(rule.may) & scopes, rule, "scope", findings)
         if self._file.default == "allow":
             return Access(caller, OWN_ACTIONS & scopes, None, "scope", findings)
         closest = max(findings, key=lambda item: item.met, default=None)
@@ -178,6 +178,14 @@ class Policy:
         """Each rule against `caller`, in order; the first that matched decides."""
         rules = () if self._file is None else self._file.rules
         return tuple(_match(index, rule.who, caller) for index, rule in enumerate(rules))
+
+
+def _implied(actions: Iterable[Action]) -> frozenset[Action]:
+    """What the actions allow: `admin` is all of them, on everyone's exports; who reads all exports reads its own."""
+    given = frozenset(actions)
+    if "admin" in given:
+        return ALL_ACTIONS
+    return given | {"read"} if "read-all" in given else given
 
 
 def load_policy(path: Path | None) -> Policy:

@@ -9,7 +9,7 @@ from exporter.contract.errors import Forbidden, InvalidRequest, NotFound, Unauth
 from exporter.contract.spec import ExportRequest
 from service.auth import Authenticator
 from service.database import Database
-from service.policy import Policy, parse_policy
+from service.policy import ALL_ACTIONS, Action, Caller, Policy, parse_policy
 from service.tables import tokens
 from service.tokens import TokenTable
 
@@ -92,3 +92,19 @@ def test_scopes_and_rules_must_both_allow(sqlite: Database) -> None:
     assert access.authorise(ExportRequest.model_validate({**body, "recipe": "a"})).recipe == "a"
     nobody = Policy(parse_policy(b"rules: []")).access(caller)
     assert nobody.actions == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("scopes", "actions"),
+    [
+        (("admin",), ALL_ACTIONS),
+        (("read-all",), {"read", "read-all"}),
+        (("submit",), {"submit"}),
+        (("read", "cancel"), {"read", "cancel"}),
+    ],
+)
+def test_what_a_scope_implies(scopes: tuple[Action, ...], actions: set[Action]) -> None:
+    caller = Caller(kind="token", owner="token:1", view={}, token_id="1", scopes=frozenset(scopes))
+    assert Policy(None).access(caller).actions == actions
+    rule = b"rules:\n  - {who: {token: ['1']}, may: [read, submit]}\n"
+    assert Policy(parse_policy(rule)).access(caller).actions == actions & {"read", "submit"}
