@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from exporter.attempt import Keys
 from exporter.contract.errors import Cancelled
 from exporter.contract.events import EventLog, now
 from exporter.contract.machine import BackendReport, MachineReport, RecipeReport
@@ -118,7 +119,7 @@ def store_export(spec: ExportSpec, options: dict[str, Any]) -> tuple[str, str]:
                 size=len(body),
                 header_digest=digest(b""),
                 header_size=0,
-                urls=(store.uri(f"weights/{spec.id}-{spec.attempt}/model.ptd"),),
+                urls=(Keys.data_url(store, f"weights/{spec.id}-{spec.attempt}/model.ptd"),),
                 segment_base_offset=0,
                 segments=segments,
             ),

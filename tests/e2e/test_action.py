@@ -68,7 +68,9 @@ def test_action_success(scripted: LiveService, job: Job) -> None:
     assert checksums[1].endswith("  model.pte")
     assert outputs["program-uri"] == f"{export['manifest']['uri'].rpartition('/')[0]}/1/model.pte"
     assert Path(outputs["program-uri"].removeprefix("file://")).is_file()
-    assert json.loads(outputs["data-uris"]) == [json.loads(manifest)["data"][0]["urls"][0]]
+    assert json.loads(manifest)["data"][0]["urls"] == [f"../../weights/{export['id']}-1/model.ptd"]
+    store = export["manifest"]["uri"].partition("/exports/")[0]
+    assert json.loads(outputs["data-uris"]) == [f"{store}/weights/{export['id']}-1/model.ptd"]
     assert [item["command"] for item in result.annotations] == ["notice", "notice"]
     assert f"{scripted.url}/exports/{export['id']}" in result.summary
     for text in ("succeeded", "25 %", "4.00 GiB", "compiling", "sent", "2 segments", "xychart-beta"):
