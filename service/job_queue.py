@@ -127,11 +127,13 @@ class JobQueue:
         with self._db.read() as connection:
             return set(connection.execute(select(exports.c.id).where(condition)).scalars())
 
-    def open_uploads(self, export: Export) -> list[UploadEvent]:
-        """Uploads that the newest attempt opened and did not end, from its stored events."""
+    def open_uploads(self, export: Export, *, earlier: bool = False) -> list[UploadEvent]:
+        """Uploads that the newest attempt, or all `earlier` ones, opened and did not end, from their stored events."""
+        number = events.c.attempt
+        whose = number < export.attempt if earlier else number == export.attempt
         query = (
             select(events.c.data)
-            .where(events.c.export_id == export.id, events.c.attempt == export.attempt, events.c.type == "upload")
+            .where(events.c.export_id == export.id, whose, events.c.type == "upload")
             .order_by(events.c.id)
         )
         found: dict[str, UploadEvent] = {}

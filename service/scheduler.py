@@ -35,6 +35,7 @@ from service.job_queue import Claimer, JobQueue, LeaseLost
 from service.jobs import Export
 from service.ports import ArtifactStore
 from service.recipe_check import capabilities
+from service.resume import may_go_on, open_upload
 from service.rows import rfc3339
 from service.running import Gone, Running, Timing
 
@@ -207,6 +208,7 @@ class Scheduler:
             store=self._store_spec(export.prefix),
             sources=self._sources,
             deployment=self._deployment,
+            resume=open_upload(export, self._queue.open_uploads(export, earlier=True), self._store),
         )
         log.info("attempt starts", export=export.id, attempt=export.attempt, slot=slot)
         try:
@@ -292,8 +294,9 @@ class Scheduler:
             running.stop_reason = running.stop_reason or StoreUnavailable(
                 f"the store does not say whether the export is there: {silent.message}"
             )
-        self._abort_uploads(running)
         error = self._error_of(running)
+        if not may_go_on(running, error):
+            self._abort_uploads(running)
         if isinstance(running.stop_reason, Cancelled):
             self._queue.cancel(running.export, running.stop_reason)
         else:
