@@ -18,7 +18,7 @@ from botocore.config import Config
 
 from exporter.contract.errors import InvalidRequest, WeightlessError
 from exporter.contract.spec import StoreSpec
-from exporter.store.s3_errors import is_expired, is_passing, is_unexplained, translate
+from exporter.store.s3_errors import is_expired, is_passing, is_unexplained, retry_after, translate
 
 R = TypeVar("R")
 CONNECT_TIMEOUT = 10
@@ -138,7 +138,8 @@ class S3Client:
                     self._forget()
                 with self._lock:
                     self.retries += 1
-            self._sleep(self._retry.wait(number))
+                asked = retry_after(error)
+            self._sleep(max(asked, self._retry.wait(number)))
         raise AssertionError("unreachable")
 
     def _forget(self) -> None:

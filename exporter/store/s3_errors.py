@@ -90,6 +90,8 @@ CREDENTIALS: frozenset[type[Exception]] = frozenset(
         bc.InvalidIMDSEndpointModeError,
     }
 )
+MAX_RETRY_AFTER = 60.0
+"""Seconds; a store that asks for more is asked again after these."""
 SERVER: frozenset[type[Exception]] = frozenset({bc.ClientError, bc.EventStreamError})
 
 
@@ -177,6 +179,15 @@ def status_of(error: bc.ClientError) -> int:
     """The HTTP status of a reply, 0 where unknown."""
     status = _part(error.response, "ResponseMetadata").get("HTTPStatusCode", 0)
     return status if isinstance(status, int) else 0
+
+
+def retry_after(error: Exception) -> float:
+    """Seconds that a reply asks to be left alone for, at most `MAX_RETRY_AFTER`; 0 where it does not say."""
+    if not isinstance(error, bc.ClientError):
+        return 0.0
+    headers = _part(error.response, "ResponseMetadata").get("HTTPHeaders")
+    told = str(headers.get("retry-after", "")) if isinstance(headers, Mapping) else ""
+    return min(MAX_RETRY_AFTER, float(told)) if told.isascii() and told.isdigit() and len(told) < 10 else 0.0
 
 
 def _part(response: Mapping[str, object], name: str) -> Mapping[str, object]:

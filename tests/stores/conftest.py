@@ -22,6 +22,7 @@ from exporter.store.open import open_store
 from exporter.store.s3 import S3Store
 from exporter.store.s3_client import RetryPolicy
 from exporter.store.s3_profiles import Profile
+from tests.stores.samples import PLACES
 from tests.stores.stub.personality import CEPH, COMPLETE_ONES, ENCRYPTED, GCS, STRICT, Personality
 from tests.stores.stub.server import BUCKET, StubServer, serving, write_certificate
 
@@ -192,3 +193,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def part_size(store: Any) -> int:
     """The smallest part that the store takes, at least 128 KiB."""
     return max(SMALL_PART, store.capabilities.min_part)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in how many places the fault suite let something go wrong."""
+    if PLACES:
+        counts = ", ".join(f"{way} {sum(place[0] == way for place in PLACES)}" for way in ("upload", "pull"))
+        terminalreporter.write_line(f"fault places: {len(PLACES)} distinct ({counts})")

@@ -10,6 +10,9 @@ from exporter.contract.objects import Upload
 from exporter.contract.segments import Chunk, Segment, SegmentName, TensorLayout
 from exporter.stream.layout import aligned, segment_alignment
 
+PLACES: set[tuple[str, str, str, int]] = set()
+"""Where the fault suite let something go wrong: (upload or pull, store, fault, number of the request)."""
+
 
 def content(seed: str, size: int) -> bytes:
     """`size` bytes that depend on `seed`."""

@@ -35,6 +35,7 @@ class StubServer:
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.pause = 0.05
+        self.retry_after = ""
         self.stopping = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"stub": self}))
         self._http.daemon_threads = True
@@ -115,7 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         self, fault: Fault | None, operation: str, bucket: str, key: str, query: Any, headers: Any, body: bytes
     ) -> Reply:
         if fault is Fault.UNAVAILABLE:
-            return _error(503, "SlowDown")
+            status, headers, body = _error(503, "SlowDown")
+            return status, headers | ({"retry-after": self.stub.retry_after} if self.stub.retry_after else {}), body
         if fault is Fault.INTERNAL:
             return _error(500, "InternalError")
         if fault is Fault.RESET:
