@@ -137,6 +137,13 @@ def _put(store: Store, rollback: Rollback, key: str, chunks: Iterable[Chunk], me
     return len(body), f"sha256:{hashlib.sha256(body).hexdigest()}"
 
 
+def refuse_committed(store: Store, keys: Keys) -> None:
+    """`IllegalState` where the export has a manifest already. Also the first word with the store: one that refuses or
+    does not answer stops the export here, before anything costly."""
+    if store.head(keys.manifest) is not None:
+        raise IllegalState("another attempt has committed this export", hint="Its manifest is the one that counts.")
+
+
 def commit(store: Store, rollback: Rollback, keys: Keys, content: bytes, spec: ExportSpec) -> None:
     """Write the manifest unless there is one. `IllegalState` where another attempt has committed.
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from exporter.attempt import Keys, Rollback, commit, put_files, put_program
+from exporter.attempt import Keys, Rollback, commit, put_files, put_program, refuse_committed
 from exporter.check.ports import StoredArtifact
 from exporter.contract.errors import InternalError, WeightlessError
 from exporter.contract.events import EventLog
@@ -75,6 +75,7 @@ def _export(spec: ExportSpec, parts: Parts) -> tuple[Manifest, bytes]:
 
     with stages.during("resolving"):
         tree = parts.resolve(spec.request.source)
+        refuse_committed(store, keys)
 
     with stages.during("capturing"):
         captured = parts.capture(tree)

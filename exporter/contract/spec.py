@@ -130,6 +130,13 @@ class StoreSpec(Strict):
     part_size: Size | None = None
     max_buffer: Size = DEFAULT_MAX_BUFFER
 
+    @field_validator("part_size", "max_buffer")
+    @classmethod
+    def _some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("a part and a buffer have more than zero bytes")
+        return value
+
 
 class SourcePolicy(Strict):
     """What a source may name: directories and ``s3://`` prefixes, and whether ``hf://`` is allowed."""

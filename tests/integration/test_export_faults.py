@@ -64,19 +64,52 @@ def test_a_lost_reply_at_the_commit_is_a_success(export_here: Export, conv_pt2: 
     assert outcome.manifest.data
 
 
-def test_another_attempt_that_committed_first_wins(export_here: Export, conv_pt2: Path) -> None:
-    winner = export_here("exported-program", conv_pt2, "portable", verify=False).manifest
-    other = winner.model_copy(update={"export": winner.export.model_copy(update={"attempt": 2})})
+class OvertakenStore:
+    """A store into which another attempt commits just before a key with `suffix` is written."""
 
-    def taken(store: MemoryStore) -> MemoryStore:
-        store.put(f"exports/{EXPORT_ID}/manifest.json", other.canonical(), media_type="x")
+    def __init__(self, store: MemoryStore, suffix: str, manifest: bytes) -> None:
+        self._store = store
+        self._suffix = suffix
+        self._manifest = manifest
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def put(self, key: str, body: Any, **settings: Any) -> Any:
+        """Called by the export for its program, files and manifest."""
+        if key.endswith(self._suffix):
+            self._suffix = "/"
+            self._store.put(f"exports/{EXPORT_ID}/manifest.json", self._manifest, media_type="x")
+        return self._store.put(key, body, **settings)
+
+
+@pytest.mark.parametrize("when", ["before", "model.pte", "manifest.json"])
+def test_another_attempt_that_committed_first_wins(export_here: Export, conv_pt2: Path, when: str) -> None:
+    winner = export_here("exported-program", conv_pt2, "portable", verify=False).manifest
+    other = winner.model_copy(update={"export": winner.export.model_copy(update={"attempt": 2})}).canonical()
+
+    def taken(store: MemoryStore) -> Any:
+        if when != "before":
+            return OvertakenStore(store, when, other)
+        store.put(f"exports/{EXPORT_ID}/manifest.json", other, media_type="x")
         return store
 
     outcome = export_here("exported-program", conv_pt2, "portable", verify=False, change_store=taken)
     assert outcome.error is not None
     assert outcome.error.code == "illegal-state"
+    assert outcome.error.stage == ("resolving" if when == "before" else "committing")
     assert outcome.keys == [f"exports/{EXPORT_ID}/manifest.json"]
     assert outcome.manifest.export.attempt == 2
+
+
+@pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.REJECTED])
+def test_a_store_that_refuses_is_told_before_the_model_is_captured(
+    export_here: Export, conv_pt2: Path, fault: Fault
+) -> None:
+    outcome = export_here("exported-program", conv_pt2, "portable", faults={1: fault})
+    assert outcome.error is not None
+    assert outcome.error.stage == "resolving"
+    assert not [event for event in outcome.events if event.get("name") == "capturing"]
 
 
 @pytest.mark.parametrize(
