@@ -132,6 +132,13 @@ class Settings(BaseSettings):
                 raise ValueError("only sqlite and postgresql are supported")
         return value
 
+    @field_validator("part_size", "max_buffer", mode="after")
+    @classmethod
+    def _some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("a part and a buffer have more than zero bytes")
+        return value
+
     @field_validator("store", mode="after")
     @classmethod
     def _store(cls, value: str | None) -> str | None:

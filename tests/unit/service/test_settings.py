@@ -74,6 +74,8 @@ def test_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"DATABASE_URL": "nonsense"}, "WEIGHTLESS_DATABASE_URL"),
         ({"SOURCE_ROOTS": "models"}, "WEIGHTLESS_SOURCE_ROOTS"),
         ({"PART_SIZE": "-1"}, "WEIGHTLESS_PART_SIZE"),
+        ({"PART_SIZE": "0"}, "WEIGHTLESS_PART_SIZE"),
+        ({"MAX_BUFFER": "0"}, "WEIGHTLESS_MAX_BUFFER"),
         ({"LEASE_SECONDS": "0"}, "WEIGHTLESS_LEASE_SECONDS"),
         ({"PUBLIC_URL": "javascript:alert(1)"}, "WEIGHTLESS_PUBLIC_URL"),
         ({"S3_CA_BUNDLE": "/no/such/file"}, "WEIGHTLESS_S3_CA_BUNDLE"),
