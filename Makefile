@@ -47,11 +47,11 @@ format: .venv/.dev
 	$(BIN)/ruff format .
 
 bench: .venv/.dev  ## writes tests/bench/results/*.json
-	$(BIN)/python tests/bench/store.py
-	$(BIN)/python tests/bench/service.py
+	$(BIN)/python -m tests.bench.store
+	$(BIN)/python -m tests.bench.service
 
 bench-report: .venv/.dev  ## the README's tables from tests/bench/results/*.json
-	$(BIN)/python tests/bench/report.py
+	$(BIN)/python -m tests.bench.report
 
 soak: .venv/.dev  ## the long versions of the load, fuzz and kill tests
 	$(BIN)/python -m pytest -q -m soak

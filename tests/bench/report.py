@@ -22,10 +22,19 @@ BLOCK = re.compile(r"(<!-- bench:([a-z0-9_]+) -->\n).*?(<!-- /bench -->)", re.DO
 
 SETTINGS = re.compile(r"(<!-- settings -->\n).*?(<!-- /settings -->)", re.DOTALL)
 
+COLUMNS = {
+    "cuda_memory": ["host_anon_peak_gib", "host_rss_peak_gib", "gpu_peak_gib", "disk_weight_bytes", "wall_s"],
+    "cuda_parity": ["keys", "segments", "segment_set_equal", "max_relative_error"],
+    "store": ["upload_mb_s", "pull_mb_s", "cpu_s", "rss_peak_mib", "ratio_to_s5cmd", "slower_share_of_ceiling"],
+    "service": ["post_p50_ms", "post_p99_ms", "get_p50_ms", "get_p99_ms", "errors"],
+}
+"""The figures that the README shows of each benchmark; all of them are in the results."""
+
 
 def table(result: dict[str, Any]) -> str:
-    """A Markdown table: one line per case and side, one column per figure, in the order of first appearance."""
-    columns = list(dict.fromkeys(name for row in result["rows"] for name in row["figures"]))
+    """A Markdown table: one line per case and side, a column for each of `COLUMNS`, else for all figures."""
+    found = list(dict.fromkeys(name for row in result["rows"] for name in row["figures"]))
+    columns = [name for name in COLUMNS.get(result["name"], found) if name in found]
     lines = ["| case | side | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * len(columns)]
     for row in result["rows"]:
         cells = [figure(row["figures"].get(name)) for name in columns]
