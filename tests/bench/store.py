@@ -1,12 +1,13 @@
 """Upload and pull rates: ours beside s5cmd, boto3's upload_fileobj and cp, on the same bytes and the same server.
 
     python -m tests.bench.store                     a smoke: 256 MiB, two rounds
-    python -m tests.bench.store --size 2048 --rounds 3 --small
+    python -m tests.bench.store --size 2048 --rounds 3 --small --peers
 
 Servers: `file` (a directory, beside `cp` and fsync), `null` (tests/bench/nullstore.py, discards bytes: the clients'
 own limit), `ceph` (a RADOS gateway, where S3_ENDPOINT_TLS and its credentials are in the environment). All S3 is TLS.
-`raw` is the server's own ceiling: presigned PUTs over raw sockets. A ratio counts only where the slower side is under
-70% of it. Each side is a process of its own; sides alternate from round to round; the figures are the best round's.
+`raw` is the server's own ceiling: presigned PUTs and GETs over raw sockets. A ratio counts only where the slower side
+is under 70% of it. Each side is a process of its own; sides alternate from round to round; the figures are the best
+round's.
 """
 
 from __future__ import annotations
@@ -32,8 +33,15 @@ MIB = 2**20
 SIDES = {
     "file": ["ours-upload", "cp-upload"],
     "null": ["ours-upload", "s5cmd-upload", "boto3-upload", "raw-upload"],
-    "ceph": ["ours-upload", "s5cmd-upload", "boto3-upload", "raw-upload", "ours-pull", "s5cmd-pull", "boto3-pull"],
+    "ceph": [
+        *("ours-upload", "s5cmd-upload", "boto3-upload", "raw-upload"),
+        *("ours-pull", "s5cmd-pull", "boto3-pull", "raw-pull"),
+    ],
 }
+PEERS = ("s3torchconnector", "tensorizer")
+"""Further writers, with --peers, where they are installed; to Ceph only."""
+PEER_SECONDS = 60
+"""Seconds after which such a writer is left out."""
 
 
 def main() -> int:
@@ -42,12 +50,18 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=256, help="MiB of weights")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="also the same bytes in 2,000 segments")
+    parser.add_argument("--peers", action="store_true", help=f"also {' and '.join(PEERS)}, where installed")
     parser.add_argument("--servers", default="file,null,ceph")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 2, help="of the null server")
     parser.add_argument("--work", type=Path, help="folder for the bytes; default: a temporary one")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # run as a file, not as a module
+    for peer in PEERS if options.peers else ():
+        if reason := _missing(peer):
+            print(f"{peer}: left out, {reason}", file=sys.stderr)
+            continue
+        SIDES["ceph"].insert(3, f"{peer}-upload")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         work = Path(name)
@@ -65,8 +79,33 @@ def main() -> int:
             with _server(server, work, options.processes) as (place, environment):
                 for case, sizes in cases.items():
                     rows += _measure(f"{server}-{case}", server, place, environment, sizes, source, work, options)
+    _beside_s5cmd(rows)
     _write(rows, options)
     return 0
+
+
+def _beside_s5cmd(rows: list[dict[str, Any]]) -> None:
+    """The `file` rows get their ratio to s5cmd, which speaks only S3: sending the same bytes to the null server, else
+    to Ceph, on the same machine. `s5cmd_server` names it."""
+    for row in rows:
+        server, _, case = row["case"].partition("-")
+        if server != "file" or row["side"] != "ours":
+            continue
+        for other in ("null", "ceph"):
+            for peer in rows:
+                if (
+                    peer["case"] == f"{other}-{case}"
+                    and peer["side"] == "s5cmd"
+                    and "s5cmd_server" not in row["figures"]
+                ):
+                    ratio = peer["figures"]["wall_s"] / row["figures"]["wall_s"]
+                    row["figures"] |= {"ratio_to_s5cmd": ratio, "s5cmd_server": other}
+
+
+def _missing(peer: str) -> str:
+    """Why a peer cannot take part, empty where it can."""
+    done = subprocess.run([sys.executable, "-c", f"import {peer}"], capture_output=True, text=True, check=False)
+    return done.stderr.strip().rpartition("\n")[2]
 
 
 def _sizes(total: int, each: int) -> list[int]:
@@ -146,7 +185,13 @@ def _measure(
                 "manifest": str(work / "manifest.json"),
                 "out": str(out),
             }
-            figures = _run(side, job, environment)
+            try:
+                figures = _run(side, job, environment)
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+                if side.split("-")[0] not in PEERS:
+                    raise
+                print(f"{case:32} {side:14} failed and is left out", file=sys.stderr)
+                continue
             samples[side].append(figures)
             print(f"{case:32} {side:14} {options.size / figures['wall_s']:8.0f} MiB/s", file=sys.stderr)
             shutil.rmtree(out, ignore_errors=True)
@@ -168,13 +213,14 @@ def _run(side: str, job: dict[str, Any], environment: dict[str, str]) -> dict[st
         cwd=ROOT,
         env=environment,
         check=True,
+        timeout=PEER_SECONDS if side.split("-")[0] in PEERS else None,
     )
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
 
 
 def _rows(case: str, samples: dict[str, list[dict[str, float]]], size: int) -> list[dict[str, Any]]:
-    best = {side: min(taken, key=lambda item: item["wall_s"]) for side, taken in samples.items()}
+    best = {side: min(taken, key=lambda item: item["wall_s"]) for side, taken in samples.items() if taken}
     rows = []
     for side, figures in best.items():
         name, _, way = side.partition("-")
@@ -204,7 +250,7 @@ def _rows(case: str, samples: dict[str, list[dict[str, float]]], size: int) -> l
 
 def _write(rows: list[dict[str, Any]], options: Any) -> None:
     versions = {}
-    for name in ("boto3", "botocore", "awscrt", "s5cmd"):
+    for name in ("boto3", "botocore", "awscrt", "s5cmd", *PEERS):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     with contextlib.suppress(OSError):

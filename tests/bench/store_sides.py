@@ -193,12 +193,7 @@ def raw_upload(job: dict[str, Any]) -> dict[str, Any]:
 
 def _raw_put(url: str, body: memoryview, failures: list[str]) -> None:
     split = urlsplit(url)
-    connection = socket.create_connection((split.hostname or "", split.port or 443))
-    if split.scheme == "https":
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        connection = context.wrap_socket(connection)
+    connection = _connect(split.hostname or "", split.port or 443, split.scheme == "https")
     with connection, body:
         head = f"PUT {split.path}?{split.query} HTTP/1.1\r\nHost: {split.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode())
@@ -208,6 +203,102 @@ def _raw_put(url: str, body: memoryview, failures: list[str]) -> None:
         answer = connection.recv(65536)
         if b" 200 " not in answer.split(b"\r\n", 1)[0]:
             failures.append(answer[:200].decode("latin-1"))
+
+
+def raw_pull(job: dict[str, Any]) -> dict[str, Any]:
+    """The server's own ceiling for reads: presigned ranged GETs of our object over raw sockets, bytes thrown away."""
+    client = boto3_client(job["place"])
+    bucket, key = job["place"]["uri"].removeprefix("s3://"), job["key"].replace("-raw.", "-ours.")
+    size = client.head_object(Bucket=bucket, Key=key)["ContentLength"]
+    url = client.generate_presigned_url("get_object", {"Bucket": bucket, "Key": key})
+    share = -(-size // CONNECTIONS)
+    failures: list[str] = []
+    started = time.monotonic()
+    threads = [
+        threading.Thread(target=_raw_get, args=(url, n * share, min(size, (n + 1) * share), failures))
+        for n in range(CONNECTIONS)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wall = time.monotonic() - started
+    if failures:
+        raise RuntimeError(failures[0])
+    return {"wall_s": wall}
+
+
+def _raw_get(url: str, start: int, end: int, failures: list[str]) -> None:
+    split = urlsplit(url)
+    connection = _connect(split.hostname or "", split.port or 443, split.scheme == "https")
+    buffer = bytearray(1 << 20)
+    with connection:
+        span = f"Range: bytes={start}-{end - 1}"
+        head = f"GET {split.path}?{split.query} HTTP/1.1\r\nHost: {split.netloc}\r\n{span}\r\n\r\n"
+        connection.sendall(head.encode())
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            data = connection.recv(65536)
+            if not data:
+                break
+            answer += data
+        top, _, body = answer.partition(b"\r\n\r\n")
+        left = end - start - len(body)
+        while left > 0 and b" 206 " in top[:20]:
+            count = connection.recv_into(buffer)
+            if not count:
+                break
+            left -= count
+        if left:
+            failures.append(top[:200].decode("latin-1"))
+
+
+def _connect(host: str, port: int, tls: bool) -> socket.socket:
+    connection = socket.create_connection((host, port))
+    if not tls:
+        return connection
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context.wrap_socket(connection)
+
+
+def s3torchconnector_upload(job: dict[str, Any]) -> dict[str, Any]:
+    """The writer that S3Checkpoint saves through, fed the same bytes."""
+    from s3torchconnector import S3Checkpoint, S3ClientConfig
+
+    os.environ["AWS_CA_BUNDLE"] = job["place"]["ca_bundle"]
+    writer = S3Checkpoint(
+        region="us-east-1",
+        endpoint=job["place"]["endpoint"],
+        s3client_config=S3ClientConfig(force_path_style=True),
+    ).writer(f"{job['place']['uri']}/{job['key']}")
+    with writer as out:
+        _pour(job["path"], out)
+    return {}
+
+
+def tensorizer_upload(job: dict[str, Any]) -> dict[str, Any]:
+    """tensorizer's `open_stream` for `s3://`, fed the same bytes."""
+    from tensorizer.stream_io import open_stream
+
+    os.environ["AWS_CA_BUNDLE"] = job["place"]["ca_bundle"]
+    out = open_stream(
+        f"{job['place']['uri']}/{job['key']}",
+        "wb",
+        s3_access_key_id=os.environ["AWS_ACCESS_KEY_ID"],
+        s3_secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
+        s3_endpoint=job["place"]["endpoint"],
+    )
+    with out:
+        _pour(job["path"], out)
+    return {}
+
+
+def _pour(path: str, out: Any) -> None:
+    with Path(path).open("rb") as file:
+        while data := file.read(READ):
+            out.write(data)
 
 
 def _sync(path: Path) -> None:
@@ -224,6 +315,9 @@ SIDES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "boto3-pull": boto3_pull,
     "cp-upload": cp_upload,
     "raw-upload": raw_upload,
+    "raw-pull": raw_pull,
+    "s3torchconnector-upload": s3torchconnector_upload,
+    "tensorizer-upload": tensorizer_upload,
 }
 
 
@@ -250,6 +344,10 @@ def _warm(name: str) -> None:
         import exporter.stream.multipart  # noqa: F401
     elif name.startswith(("boto3", "raw")):
         import boto3  # noqa: F401
+    elif name.startswith("s3torchconnector"):
+        import s3torchconnector  # noqa: F401
+    elif name.startswith("tensorizer"):
+        import tensorizer  # noqa: F401
 
 
 if __name__ == "__main__":
