@@ -64,7 +64,7 @@ class Decoder(nn.Module):
 
 
 def skeleton(layers: int, vocabulary: int) -> Decoder:
-    """The model on the meta device, its caches as zeros of the host that nobody has touched (torch.zeros writes them)."""
+    """The model on the meta device, its caches as zeros that nobody has touched (torch.zeros writes them)."""
     with torch.device("meta"):
         model = Decoder(layers, vocabulary).to(DTYPE)
     for layer in model.layers:
