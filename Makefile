@@ -32,7 +32,7 @@ demo: .venv/.exporter  ## the real service, a real model, a real store, checked
 	$(BIN)/python tests/e2e/demo.py
 
 test: .venv/.dev  ## what CI runs
-	$(BIN)/python -m pytest -q -m 'not soak'
+	$(BIN)/python -m pytest -q -m 'not soak' -n 2 --dist loadfile
 
 check: .venv/.dev  ## lint, format, types, import rules, workflow files, unit tests
 	$(BIN)/ruff check .

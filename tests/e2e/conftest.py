@@ -39,9 +39,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
         yield service
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """The system's Chromium, headless."""
+    """The system's Chromium, headless. Not longer than a module: playwright keeps an event loop running meanwhile."""
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
     from playwright.sync_api import sync_playwright

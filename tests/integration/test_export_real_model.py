@@ -49,11 +49,8 @@ def test_sentences_have_the_same_embedding_as_in_eager(
     assert outcome.error is None, outcome.error
     manifest = outcome.manifest
     (data,) = manifest.data
-    for name, key, size in (
-        ("model.pte", outcome.keys[-3], manifest.program.size),
-        ("model.ptd", outcome.keys[-1], data.size),
-    ):
-        assert key.endswith(name)
+    for name, size in (("model.pte", manifest.program.size), ("model.ptd", data.size)):
+        (key,) = [key for key in outcome.keys if key.endswith(f"/{name}")]
         (tmp_path / name).write_bytes(outcome.store.read(key, 0, size))
     assert len(data.segments) > 100
     assert data.segment_base_offset == 16 * 2**20

@@ -19,8 +19,9 @@ STORE_CANARY = "canary-store-77aa"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    os.environ["AWS_SECRET_ACCESS_KEY"] = STORE_CANARY
-    os.environ["GITHUB_TOKEN"] = "canary-github"
+    environment = pytest.MonkeyPatch()
+    environment.setenv("AWS_SECRET_ACCESS_KEY", STORE_CANARY)
+    environment.setenv("GITHUB_TOKEN", "canary-github")
     folder = tmp_path_factory.mktemp("service")
     service = ServiceProcess(folder, auth="token", webhook_key=WEBHOOK_CANARY, slots="2", log_level="debug")
     try:
@@ -28,7 +29,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         yield service
     finally:
         service.close()
-        del os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["GITHUB_TOKEN"]
+        environment.undo()
 
 
 def token(service: ServiceProcess, *scopes: str) -> str:
