@@ -6,7 +6,8 @@ Nothing of a repository is ever run: no code of it is loaded, and its Python fil
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 from huggingface_hub import HfApi, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import (
@@ -19,8 +20,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
-from exporter.contract.errors import SourceAccessDenied, SourceNotFound, SourceUnsafe, WeightlessError
-from exporter.source.remote import read_ahead
+from exporter.contract.errors import SourceAccessDenied, SourceNotFound, WeightlessError
+from exporter.source.remote import RemoteReader
 
 TIMEOUT = 60.0
 """Longest wait for the hub to answer one request, in seconds; passing faults are retried five times."""
@@ -34,50 +35,19 @@ _LEFT_OUT = (".py", ".pyc", ".so", ".sh", ".pkl", ".pickle")
 _TRANSPORT: tuple[type[Exception], ...] = (HfHubHTTPError, HfHubHTTPError.__mro__[1], OfflineModeIsEnabled, OSError)
 
 
-class HubReader:
-    """One file of a pinned revision. Satisfies `RangeReader`; the session is shared and safe from several threads."""
-
-    def __init__(self, url: str, name: str, size: int) -> None:
-        self._url = url
-        self._name = name
-        self._size = size
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file at its revision."""
-        return self._size
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; one request."""
-        if offset < 0 or length < 0 or offset + length > self._size:
-            raise SourceUnsafe(f"{self._name} ends at byte {self._size}, before {offset + length}.", offset=offset)
-        if not length:
-            return b""
-        headers = {
-            **build_hf_headers(),
-            "Range": f"bytes={offset}-{offset + length - 1}",
-            "Accept-Encoding": "identity",
-        }
-        try:
-            response = http_backoff("GET", self._url, headers=headers, timeout=TIMEOUT, follow_redirects=True)
-            hf_raise_for_status(response)
-        except _TRANSPORT as error:
-            raise _wrapped(error, self._name) from error
-        whole = length == self._size and response.status_code == 200
-        if (response.status_code != 206 and not whole) or len(response.content) != length:
-            raise SourceNotFound(
-                f"The hub gave {len(response.content)} bytes of {self._name} instead of {length}.",
-                file=self._name,
-                offset=offset,
-            )
-        return response.content
-
-    def chunks(self, offset: int, length: int, chunk_size: int) -> Iterator[bytes]:
-        """The same bytes in pieces of at most `chunk_size`, one request each, one of them ahead."""
-        return read_ahead(self.read, offset, length, chunk_size)
-
-    def close(self) -> None:
-        """Nothing is held between requests."""
+def _fetch(url: str, name: str, size: int, offset: int, length: int) -> bytes:
+    headers = {**build_hf_headers(), "Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+    try:
+        response = http_backoff("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True)
+        hf_raise_for_status(response)
+    except _TRANSPORT as error:
+        raise _wrapped(error, name) from error
+    whole = length == size and response.status_code == 200
+    if (response.status_code != 206 and not whole) or len(response.content) != length:
+        raise SourceNotFound(
+            f"The hub gave {len(response.content)} bytes of {name} instead of {length}.", file=name, offset=offset
+        )
+    return response.content
 
 
 class HubTree:
@@ -102,11 +72,12 @@ class HubTree:
         """Names and sizes; code and pickled objects are left out."""
         return self._files
 
-    def open(self, name: str) -> HubReader:
+    def open(self, name: str) -> RemoteReader:
         """Open one file; no request is made before the first read."""
         if name not in self._files:
             raise SourceNotFound(f"The source has no file {name}.", file=name)
-        return HubReader(hf_hub_url(self._repo, name, revision=self._commit), name, self._files[name])
+        url, size = hf_hub_url(self._repo, name, revision=self._commit), self._files[name]
+        return RemoteReader(name, size, partial(_fetch, url, name, size))
 
     def local_path(self, name: str) -> str | None:
         """A downloaded copy of a small file; None for weights, which are never written to disk."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from exporter.contract.errors import SourceNotFound, SourceUnsafe
 from exporter.source.confine import MAX_FILES
@@ -31,28 +32,29 @@ def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int, chun
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class ObjectReader:
-    """One object. Satisfies `RangeReader`; as safe from several threads as the store is."""
+class RemoteReader:
+    """One file that is read by ranged requests. Satisfies `RangeReader`; as safe from several threads as `fetch` is."""
 
-    def __init__(self, objects: ObjectReads, key: str, size: int) -> None:
-        self._objects = objects
-        self._key = key
+    def __init__(self, name: str, size: int, fetch: Callable[[int, int], bytes]) -> None:
+        """`fetch(offset, length)` makes one request for a range that lies within the file and is not empty."""
+        self._name = name
         self._size = size
+        self._fetch = fetch
 
     @property
     def size(self) -> int:
-        """Bytes of the object when the source was resolved."""
+        """Bytes of the file when the source was resolved."""
         return self._size
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; `SourceUnsafe` past the end or if the store gives fewer."""
+        """Exactly `length` bytes from `offset`; `SourceUnsafe` past the end or if fewer are given."""
         if offset < 0 or length < 0 or offset + length > self._size:
-            raise SourceUnsafe(f"{self._key} ends at byte {self._size}, before {offset + length}.", offset=offset)
+            raise SourceUnsafe(f"{self._name} ends at byte {self._size}, before {offset + length}.", offset=offset)
         if not length:
             return b""
-        data = self._objects.read(self._key, offset, length)
+        data = self._fetch(offset, length)
         if len(data) != length:
-            raise SourceUnsafe(f"{self._key} gave {len(data)} bytes instead of {length}.", offset=offset)
+            raise SourceUnsafe(f"{self._name} gave {len(data)} bytes instead of {length}.", offset=offset)
         return data
 
     def chunks(self, offset: int, length: int, chunk_size: int) -> Iterator[bytes]:
@@ -86,12 +88,12 @@ class ObjectTree:
         """Relative names and sizes, as they were when the source was resolved."""
         return {name: size for name, (_, size) in self._files.items()}
 
-    def open(self, name: str) -> ObjectReader:
+    def open(self, name: str) -> RemoteReader:
         """Open a file of `files()`; no request is made before the first read."""
         if name not in self._files:
             raise SourceNotFound(f"The source has no file {name}.", file=name)
         key, size = self._files[name]
-        return ObjectReader(self._objects, key, size)
+        return RemoteReader(key, size, partial(self._objects.read, key))
 
     def local_path(self, name: str) -> str | None:
         """None: an object has no path."""
