@@ -8,9 +8,10 @@ from typing import Any
 from exporter.artifact.headers import header_of
 from exporter.artifact.location import read_whole
 from exporter.artifact.ports import Blob
-from exporter.artifact.pte import DTYPES, FILE_IDENTIFIERS, PteTensor, read_pte
+from exporter.artifact.pte import FILE_IDENTIFIERS, PteTensor, read_pte
 from exporter.contract.errors import VerificationFailed
 from exporter.contract.manifest import MAX_MANIFEST, digest, parse_manifest
+from exporter.contract.segments import SCALAR_TYPES
 from exporter.stream.ptd import FILE_IDENTIFIER
 
 _HINT = "Programs start with a flatbuffer of type ET12, data files with FT01, manifests with a brace."
@@ -81,7 +82,7 @@ def _data(blob: Blob) -> dict[str, Any]:
     for name in header.names:
         entry: dict[str, Any] = {"key": name.key}
         if name.layout is not None:
-            entry["dtype"] = DTYPES.get(name.layout.scalar_type, f"type {name.layout.scalar_type}")
+            entry["dtype"] = SCALAR_TYPES.get(name.layout.scalar_type, f"type {name.layout.scalar_type}")
             entry["shape"] = list(name.layout.sizes)
         names[name.segment].append(entry)
     return {

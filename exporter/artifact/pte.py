@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from exporter.artifact.flatbuffer import Budget, Table
 from exporter.contract.errors import VerificationFailed
+from exporter.contract.segments import SCALAR_TYPES
 
 FILE_IDENTIFIERS = (b"ET12", b"ET13")
 HEAD_BYTES = 64
@@ -35,32 +36,6 @@ _VALUES = {
     10: "tensor[]",
     11: "tensor?[]",
 }
-DTYPES = {
-    0: "uint8",
-    1: "int8",
-    2: "int16",
-    3: "int32",
-    4: "int64",
-    5: "float16",
-    6: "float32",
-    7: "float64",
-    11: "bool",
-    12: "qint8",
-    13: "quint8",
-    14: "qint32",
-    15: "bfloat16",
-    16: "quint4x2",
-    17: "quint2x4",
-    22: "bits16",
-    23: "float8_e5m2",
-    24: "float8_e4m3fn",
-    25: "float8_e5m2fnuz",
-    26: "float8_e4m3fnuz",
-    27: "uint16",
-    28: "uint32",
-    29: "uint64",
-}
-"""ExecuTorch's ScalarType codes (scalar_type.fbs) as torch's dtype names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +136,7 @@ def _value(value: Table) -> PteTensor | str:
     if tensor is None:
         return _VALUES.get(value.scalar(0, "<B"), "unknown")
     code = tensor.scalar(0, "<b")
-    return PteTensor(DTYPES.get(code, f"type {code}"), _ints(tensor, 2), bool(tensor.scalar(8, "<b")))
+    return PteTensor(SCALAR_TYPES.get(code, f"type {code}"), _ints(tensor, 2), bool(tensor.scalar(8, "<b")))
 
 
 def _external(value: Table) -> str | None:

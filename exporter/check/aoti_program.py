@@ -11,31 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from exporter.contract.errors import VerificationFailed
+from exporter.contract.segments import SCALAR_TYPES
 
 MAGIC = b"ETCUDAFQN3"
-_DTYPES = {
-    0: "uint8",
-    1: "int8",
-    2: "int16",
-    3: "int32",
-    4: "int64",
-    5: "float16",
-    6: "float32",
-    7: "float64",
-    8: "complex32",
-    9: "complex64",
-    10: "complex128",
-    11: "bool",
-    15: "bfloat16",
-    23: "float8_e5m2",
-    24: "float8_e4m3fn",
-    25: "float8_e5m2fnuz",
-    26: "float8_e4m3fnuz",
-    27: "uint16",
-    28: "uint32",
-    29: "uint64",
-}
-"""Codes of executorch's scalar_type.fbs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +86,7 @@ def _decode(view: memoryview) -> tuple[str, tuple[Constant, ...]]:
         fqn, key = text(), text()
         nbytes, dtype, _device, offset, rank = take("<QiiqI")
         sizes, strides = take(f"<{rank}q"), take(f"<{rank}q")
-        constants.append(Constant(fqn, key, nbytes, _DTYPES[dtype], offset, sizes, strides))
+        constants.append(Constant(fqn, key, nbytes, SCALAR_TYPES[dtype], offset, sizes, strides))
     return library, tuple(constants)
 
 
