@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
+import structlog
 
 
 def pytest_configure() -> None:
@@ -15,6 +18,18 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(autouse=True)
+def same_logging() -> Iterator[None]:
+    """Take back what a program that was run in this process did to logging: it holds the captured standard error."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.getLogger("uvicorn.access").disabled = False
+    structlog.reset_defaults()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

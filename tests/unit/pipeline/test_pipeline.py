@@ -234,7 +234,9 @@ def test_an_unused_planned_segment_is_named_so(run: Any) -> None:
 def test_a_failed_stream_stops_the_compile(run: Any) -> None:
     """`lower` returns only because the failed upload asked for a stop."""
     planned = [segment(str(index), noise(PART, index)) for index in range(4)]
-    done: Run = run(Lowering(planned=planned, until=threading.Event()), faults={2: Fault.UNAVAILABLE})
+    before: Run = run(Lowering(planned=planned), check_error=VerificationFailed("it leaves nothing behind"))
+    opening = before.store.calls.index("create_upload") + 1
+    done: Run = run(Lowering(planned=planned, until=threading.Event()), faults={opening: Fault.UNAVAILABLE})
     assert [type(error) for error in done.interruption.asked] == [StoreUnavailable]
     assert isinstance(done.error, Stopped)
     assert done.keys == []
