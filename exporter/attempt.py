@@ -141,7 +141,7 @@ def refuse_committed(store: Store, keys: Keys) -> None:
     """`IllegalState` where the export has a manifest already. Also the first word with the store: one that refuses or
     does not answer stops the export here, before anything costly."""
     if store.head(keys.manifest) is not None:
-        raise IllegalState("another attempt has committed this export", hint="Its manifest is the one that counts.")
+        raise _taken()
 
 
 def commit(store: Store, rollback: Rollback, keys: Keys, content: bytes, spec: ExportSpec) -> None:
@@ -167,7 +167,11 @@ def commit(store: Store, rollback: Rollback, keys: Keys, content: bytes, spec: E
         return
     if committed is None and failure is not None:
         raise failure
-    raise IllegalState("another attempt has committed this export", hint="Its manifest is the one that counts.")
+    raise _taken()
+
+
+def _taken() -> IllegalState:
+    return IllegalState("another attempt has committed this export", hint="Its manifest is the one that counts.")
 
 
 def _stored_attempt(store: Store, keys: Keys) -> tuple[str, int] | None:
